@@ -11,8 +11,25 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
-# %% ../../nbs/core/03_batch.ipynb #ba723db0
-@dataclass
+# %% ../../nbs/core/03_batch.ipynb #68227b3a
+def _check(batch):
+    "Shapes and types of a batch's tensors; values are not looked at, so that nothing waits for a GPU."
+    if batch.ids.ndim != 2: raise ValueError(f"ids must be (B,T), got shape {tuple(batch.ids.shape)}; one row is batch[i:i + 1]")
+    for name in ("ids", "targets", "loss_mask", "positions", "doc_ids"):
+        x = getattr(batch, name)
+        if x is None: continue
+        if x.shape != batch.ids.shape: raise ValueError(f"{name} has shape {tuple(x.shape)}, ids have {tuple(batch.ids.shape)}")
+        if name == "loss_mask" and x.dtype != torch.bool:
+            raise ValueError(f"loss_mask is bool, got {x.dtype}: weights of tokens travel in extra")
+        if name != "loss_mask" and (x.is_floating_point() or x.dtype == torch.bool):
+            raise ValueError(f"{name} holds {x.dtype}, but wants integers: convert it with .long()")
+    if (batch.targets is None) != (batch.loss_mask is None):
+        raise ValueError("targets and loss_mask come together: a target counts only where the mask says so")
+    for name, x in batch.extra.items():
+        if len(x) != len(batch.ids): raise ValueError(f"extra[{name!r}] has {len(x)} rows, ids have {len(batch.ids)}")
+
+# %% ../../nbs/core/03_batch.ipynb #8d04874a
+@dataclass(eq=False, repr=False)
 class Batch:
     "One block of rows; every tensor is (B,T) and says for itself what would otherwise be guessed from token ids."
     ids: Tensor  # (B,T) int64: the input tokens
@@ -22,16 +39,7 @@ class Batch:
     doc_ids: Tensor = None  # (B,T) int64: document of each token within the row, -1 for padding; None means one document
     extra: dict = field(default_factory=dict)  # name -> tensor whose first axis is B (old log-probabilities, advantages, ...)
 
-    def __post_init__(self):
-        if self.ids.ndim != 2: raise ValueError(f"ids must be (B,T), got shape {tuple(self.ids.shape)}")
-        for name in ("targets", "loss_mask", "positions", "doc_ids"):
-            x = getattr(self, name)
-            if x is not None and x.shape != self.ids.shape:
-                raise ValueError(f"{name} has shape {tuple(x.shape)}, ids have {tuple(self.ids.shape)}")
-        if (self.targets is None) != (self.loss_mask is None):
-            raise ValueError("targets and loss_mask come together: a target counts only where the mask says so")
-        for name, x in self.extra.items():
-            if len(x) != len(self.ids): raise ValueError(f"extra[{name!r}] has {len(x)} rows, ids have {len(self.ids)}")
+    def __post_init__(self): _check(self)
 
     def __len__(self): return len(self.ids)
 
@@ -42,7 +50,7 @@ class Batch:
 
     def map(self, f) -> "Batch":
         "A batch with `f` applied to every tensor."
-        new = {x.name: f(getattr(self, x.name)) for x in fields(self) if x.name != "extra" and getattr(self, x.name) is not None}
+        new = {x.name: f(getattr(self, x.name)) for x in fields(self)[:-1] if getattr(self, x.name) is not None}
         return replace(self, **new, extra={k: f(v) for k, v in self.extra.items()})
 
     def to(self, device) -> "Batch":
@@ -58,14 +66,19 @@ class Batch:
         if size < 1: raise ValueError(f"a micro-batch needs at least 1 row, got {size}")
         return [self[i:i + size] for i in range(0, len(self), size)]
 
-# %% ../../nbs/core/03_batch.ipynb #e6a76478
+    def __repr__(self):
+        held = [x.name for x in fields(self)[:-1] if getattr(self, x.name) is not None] + [f"extra[{k!r}]" for k in self.extra]
+        return f"Batch({len(self)} x {self.ids.shape[1]}, {self.n_targets} targets: {', '.join(held)})"
+
+# %% ../../nbs/core/03_batch.ipynb #513e4de2
 def next_token_batch(
     ids: Tensor,  # (B,T) int64: whole rows without padding
 ) -> Batch:  # (B,T-1)
     "Inputs are all tokens but the last, targets all but the first."
+    if ids.ndim != 2 or ids.shape[1] < 2: raise ValueError(f"ids must be (B,T) with T of at least 2, got shape {tuple(ids.shape)}")
     return Batch(ids[:, :-1], ids[:, 1:], torch.ones_like(ids[:, 1:], dtype=torch.bool))
 
-# %% ../../nbs/core/03_batch.ipynb #a0d2fb70
+# %% ../../nbs/core/03_batch.ipynb #96ea10d8
 def pad_batch(
     sequences,  # B lists of token ids, of any lengths of at least 2
     masks=None,  # B lists of bools, one per token: is this token a target? None: all but the first of each
@@ -73,16 +86,21 @@ def pad_batch(
     pad_id: int = 0,  # what stands in the padding: never looked at, its value does not matter
 ) -> Batch:  # (B,T), padded on the right, padding marked by doc_ids -1
     "Sequences of unequal length as one next-token batch; padding is known by position, never by id."
-    if not sequences: raise ValueError("no sequences: a batch needs at least one row")
-    T = (length or max(map(len, sequences))) - 1
-    short = [i for i, s in enumerate(sequences) if len(s) < 2]
-    long = [i for i, s in enumerate(sequences) if len(s) > T + 1]
-    if short: raise ValueError(f"sequence {short[0]} has {len(sequences[short[0]])} tokens; at least 2 make one target")
-    if long: raise ValueError(f"sequence {long[0]} has {len(sequences[long[0]])} tokens, more than length {T + 1}; cut it yourself")
-    masks = masks or [[True] * len(s) for s in sequences]
-    bad = [i for i, (s, m) in enumerate(zip(sequences, masks, strict=True)) if len(s) != len(m)]
-    if bad: raise ValueError(f"mask {bad[0]} has {len(masks[bad[0]])} entries for {len(sequences[bad[0]])} tokens")
-    row = lambda values, fill: list(values) + [fill] * (T - len(values))
-    doc_ids = torch.tensor([row([0] * (len(s) - 1), -1) for s in sequences])
-    return Batch(torch.tensor([row(s[:-1], pad_id) for s in sequences]), torch.tensor([row(s[1:], pad_id) for s in sequences]),
-                 torch.tensor([row(m[1:], False) for m in masks], dtype=torch.bool), doc_ids=doc_ids)
+    masks = [[True] * len(s) for s in sequences] if masks is None else masks
+    length = max(map(len, sequences), default=0) if length is None else length
+    _check_rows(sequences, masks, length)
+    row = lambda values, fill: [*values, *[fill] * (length - 1 - len(values))]
+    return Batch(ids=torch.tensor([row(s[:-1], pad_id) for s in sequences]),
+                 targets=torch.tensor([row(s[1:], pad_id) for s in sequences]),
+                 loss_mask=torch.tensor([row(m[1:], False) for m in masks], dtype=torch.bool),
+                 doc_ids=torch.tensor([row([0] * (len(s) - 1), -1) for s in sequences]))
+
+# %% ../../nbs/core/03_batch.ipynb #bb53df90
+def _check_rows(sequences, masks, length):
+    "Rows that give at least one target, fit into `length`, and have a mask entry per token."
+    if not len(sequences): raise ValueError("no sequences: a batch needs at least one row")
+    if len(masks) != len(sequences): raise ValueError(f"{len(masks)} masks for {len(sequences)} sequences: give one for each")
+    for i, (s, m) in enumerate(zip(sequences, masks, strict=True)):
+        if len(s) < 2: raise ValueError(f"sequence {i} has {len(s)} tokens; at least 2 make one target")
+        if len(s) > length: raise ValueError(f"sequence {i} has {len(s)} tokens, more than length {length}; cut it yourself")
+        if len(m) != len(s): raise ValueError(f"mask {i} has {len(m)} entries for {len(s)} tokens")

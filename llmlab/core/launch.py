@@ -5,10 +5,20 @@
 # %% auto #0
 __all__ = ['WorkerError', 'launch']
 
-# %% ../../nbs/core/07_launch.ipynb #ff77263d
+# %% ../../nbs/core/07_launch.ipynb #fd159e22
+import functools
+import inspect
+import json
+import linecache
 import os
 import pickle
+import re
+import selectors
+import signal
+import subprocess
+import sys
 import tempfile
+import threading
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -16,30 +26,136 @@ from pathlib import Path
 import cloudpickle
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-# %% ../../nbs/core/07_launch.ipynb #60fb7ef3
-def _worker(rank, world, folder, timeout):
+# %% ../../nbs/core/07_launch.ipynb #59b4621b
+def _parts(value):
+    "What a value holds, by the words that name it in a message."
+    if isinstance(value, functools.partial): return {".func": value.func, ".args": value.args, ".keywords": value.keywords}
+    if inspect.ismethod(value): return {".__self__": value.__self__, ".__func__": value.__func__}
+    if inspect.isfunction(value):
+        found = inspect.getclosurevars(value)
+        return {f", which uses {k!r}": v for k, v in {**found.globals, **found.nonlocals}.items()}
+    if isinstance(value, dict): return {f"[{k!r}]": v for k, v in value.items()}
+    if isinstance(value, (list, tuple, set)): return {f"[{i}]": v for i, v in enumerate(value)}
+    return {f".{k}": v for k, v in getattr(value, "__dict__", {}).items()}
+
+
+def _unsendable(name, value, seen=()):
+    "Names the innermost part of a value that cannot be pickled, and says why; None if all of it can."
+    if id(value) in seen: return None
+    try: cloudpickle.dumps(value)
+    except Exception as e:
+        inner = (_unsendable(name + k, v, (*seen, id(value))) for k, v in _parts(value).items())
+        return next(filter(None, inner), f"{name} is a {type(value).__name__} ({e})")
+
+# %% ../../nbs/core/07_launch.ipynb #3917c773
+def _pack(f, args):
+    "Function and arguments as bytes, by value, with the source lines of cells, so that a traceback can show them."
+    cells = {k: (v[0], None, v[2], v[3]) for k, v in linecache.cache.items() if len(v) == 4 and not os.path.exists(k)}
+    try: return cloudpickle.dumps((f, args, cells))
+    except Exception as e:
+        name = getattr(f, "__name__", repr(f))
+        try: names = [f"argument {k!r} of {name}()" for k in inspect.signature(f).parameters]
+        except (TypeError, ValueError): names = []
+        names += [f"argument {i} of {name}()" for i in range(len(names), len(args))]
+        found = [_unsendable(f"{name}()", f), *map(_unsendable, names, args)]
+        said = next(filter(None, found), f"{name}() or one of its arguments: {e}")
+        raise TypeError(f"cannot be sent to another process: {said}. Make it inside the function, or send what it is made from.") from None
+
+# %% ../../nbs/core/07_launch.ipynb #9d9040f2
+def _follow(lifeline):
+    "End with the parent: reading from its pipe returns only when it is gone; the grandchildren end too."
+    os.read(lifeline, 1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _worker(rank, world, lifeline, timeout, folder):
     "What each process runs: joins the group, calls the function that was sent by value, leaves its result in a file."
-    folder = Path(folder)
+    threading.Thread(target=_follow, args=(lifeline,), daemon=True).start()
     torch.set_num_threads(1)
+    folder = Path(folder)
     try:
-        f, args = pickle.loads((folder / "work").read_bytes())
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world,
-                                timeout=timedelta(seconds=timeout))
-        result = cloudpickle.dumps(f(*args))
-        dist.barrier()
-        (folder / f"result{rank}").write_bytes(result)
-        dist.destroy_process_group()
-    except BaseException:
-        (folder / f"error{rank}").write_text(traceback.format_exc(), encoding="utf-8")
-        os._exit(1)
+        f, args, cells = pickle.loads((folder / "work").read_bytes())
+        linecache.cache.update(cells)
+        store = dist.FileStore(str(folder / "rendezvous"), world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+        result = f(*args)
+        try: data = cloudpickle.dumps(result)
+        except Exception as e: raise TypeError(f"cannot be sent back: {_unsendable('the result', result) or e}") from None
+        (folder / f"result{rank}").write_bytes(data)
+    except BaseException as e:
+        lines = traceback.format_exception(e.with_traceback(e.__traceback__.tb_next or e.__traceback__))
+        (folder / f"error{rank}").write_text("".join(lines), encoding="utf-8")
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(not (folder / f"result{rank}").exists())
 
-# %% ../../nbs/core/07_launch.ipynb #93426f3b
+# %% ../../nbs/core/07_launch.ipynb #59be4b1e
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from llmlab.core.launch import _worker; _worker(*json.loads(sys.argv[2]))"
+
+
+def _start(rank, world, lifeline, timeout, folder):
+    "One fresh interpreter, in a session of its own, so that Ctrl-C reaches the parent alone; told what torchrun would tell it."
+    alone = {"darwin": "lo0"}.get(sys.platform, "lo")
+    env = {"GLOO_SOCKET_IFNAME": alone, **os.environ, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+           "PYTHONIOENCODING": "utf-8", "RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world}", "LOCAL_WORLD_SIZE": f"{world}"}
+    command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), json.dumps([rank, world, lifeline, timeout, str(folder)])]
+    return subprocess.Popen(command, env=env, pass_fds=[lifeline], start_new_session=True,
+                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def _stop(workers):
+    "Kill what still runs, and its children; wait until it is gone."
+    for w in workers:
+        try: os.killpg(w.pid, signal.SIGKILL)
+        except ProcessLookupError: pass
+    for w in workers:
+        w.wait()
+        w.stdout.close(), w.stderr.close()
+
+# %% ../../nbs/core/07_launch.ipynb #1435f325
+def _relay(pipes, wait):
+    "Pass on what the workers have printed, line by line, each with its rank."
+    for key, _ in pipes.select(wait):
+        rank, out, rest = key.data
+        text = os.read(key.fd, 65536)
+        *lines, rest[0] = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", rest[0] + text)
+        if not text: lines.append(rest[0]); pipes.unregister(key.fd)
+        for line in filter(None, lines): out.write(f"[rank {rank}] {line.decode('utf-8', 'replace')}")
+
+
+def _watch(workers):
+    "Wait until all workers have ended, or one has failed; return the exit status of each (None: still at work)."
+    with selectors.DefaultSelector() as pipes:
+        for rank, w in enumerate(workers):
+            for pipe, out in ((w.stdout, sys.stdout), (w.stderr, sys.stderr)):
+                pipes.register(pipe, selectors.EVENT_READ, (rank, out, [b""]))
+        status = [None]
+        while None in status and not any(status):
+            _relay(pipes, 0.05)
+            status = [w.poll() for w in workers]
+        _stop_reading = [_relay(pipes, 0) for _ in range(2 * len(workers))]
+    return status
+
+# %% ../../nbs/core/07_launch.ipynb #e56a9b05
 class WorkerError(RuntimeError):
     "A launched function failed; the message holds the traceback of the first rank that did."
 
-# %% ../../nbs/core/07_launch.ipynb #b53d62bc
+
+def _failure(folder, status):
+    "What went wrong, told once: ranks that died without a word, then the first traceback."
+    errors = sorted(folder.glob("error*"), key=lambda p: p.stat().st_mtime_ns)
+    spoke = {int(p.name[5:]) for p in errors}
+    returned = [r for r in range(len(status)) if (folder / f"result{r}").exists()]
+    said = []
+    for rank, code in enumerate(status):
+        if code is None or rank in spoke or rank in returned: continue
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit status {code} and no result"
+        said.append(f"rank {rank} {how}" + (": out of memory?" if code == -signal.SIGKILL else ""))
+    if errors: said.append(f"rank {errors[0].name[5:]} failed:\n{errors[0].read_text(encoding='utf-8')}")
+    if errors and returned: said.append(f"ranks that had already returned: {returned}")
+    return WorkerError("\n".join(said))
+
+# %% ../../nbs/core/07_launch.ipynb #c5f55067
 def launch(
     f,  # a function; it may be defined in a cell, and is sent as it is now
     *args,  # sent with it
@@ -48,20 +164,17 @@ def launch(
 ) -> list:  # what each rank returned
     "Call `f(*args)` in `n` fresh processes joined by torch.distributed; a failing rank's error is shown once."
     if n < 1: raise ValueError(f"n must be at least 1, got {n}")
+    work = _pack(f, args)
     with tempfile.TemporaryDirectory(prefix="llmlab-launch-") as folder:
         folder = Path(folder)
-        try: (folder / "work").write_bytes(cloudpickle.dumps((f, args)))
-        except Exception as e:
-            raise TypeError(f"{getattr(f, '__name__', f)!r} or one of its arguments cannot be sent to another process: {e}") from e
-        old = {k: os.environ.get(k) for k in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS")}
-        os.environ.update(OMP_WAIT_POLICY="passive", OMP_NUM_THREADS="1")
-        try: context = mp.start_processes(_worker, (n, str(folder), timeout), nprocs=n, join=False, start_method="spawn")
-        finally:
-            for k, v in old.items(): os.environ.pop(k) if v is None else os.environ.update({k: v})
+        (folder / "work").write_bytes(work)
+        lifeline, ours = os.pipe()
+        workers = []
         try:
-            while not context.join(): pass
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as e:
-            errors = sorted(folder.glob("error*"), key=lambda p: p.stat().st_mtime_ns)
-            said = f"rank {errors[0].name[5:]} failed:\n{errors[0].read_text(encoding='utf-8')}" if errors else str(e)
-            raise WorkerError(said) from None
+            for rank in range(n): workers.append(_start(rank, n, lifeline, timeout, folder))
+            status = _watch(workers)
+        finally:
+            _stop(workers)
+            os.close(ours), os.close(lifeline)
+        if any(status): raise _failure(folder, status)
         return [pickle.loads((folder / f"result{i}").read_bytes()) for i in range(n)]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# %% ../../nbs/core/04_reduce.ipynb #2a71bfe2
+# %% ../../nbs/core/04_reduce.ipynb #b3a01f0c
 class Term(NamedTuple):
     "A named part of a loss before it is divided: sums and counts add up over micro-batches, ranks and chunks."
     sum: Tensor  # scalar, differentiable
@@ -20,36 +20,65 @@ class Term(NamedTuple):
     unit: str = "token"  # what is counted
     weight: float = 1.0  # of sum / count in the whole loss
 
-# %% ../../nbs/core/04_reduce.ipynb #78ab89c4
+    @property
+    def mean(self):
+        "Sum divided by count, to be reported; nothing counted is an error, not a NaN."
+        if not self.count: raise ValueError(f"the mean over 0 {self.unit}s is not a number: report the term only where its count is above 0")
+        return self.sum / self.count
+
+# %% ../../nbs/core/04_reduce.ipynb #d3749e49
 def token_logprobs(
     logits: Tensor,  # (...,V) any float type; worked in at least float32
-    targets: Tensor,  # (...) int64
+    targets: Tensor,  # (...) int64, from 0 to V-1
+    mask: Tensor = None,  # (...) bool: which targets to look at; the others give 0 and pass on no gradient, whatever they hold
 ) -> Tensor:  # (...) log-probability of each target
     "Log-probability of each target under the softmax of its logits."
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(f"logits of shape {tuple(logits.shape)} want targets of shape {tuple(logits.shape[:-1])}, got {tuple(targets.shape)}")
+    if mask is not None:
+        _check_mask(targets, mask)
+        kept = token_logprobs(logits[mask.bool()], targets[mask.bool()])
+        return kept.new_zeros(targets.shape).masked_scatter(mask.bool(), kept)
     if logits.dtype in (torch.float16, torch.bfloat16): logits = logits.float()
-    flat = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), reduction="none")
+    _check_targets(targets, logits.shape[-1])
+    flat = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=torch.iinfo(torch.int64).min)
     return -flat.view(targets.shape)
 
-# %% ../../nbs/core/04_reduce.ipynb #a34932de
+# %% ../../nbs/core/04_reduce.ipynb #8153ffb1
+def _check_targets(targets, vocab_size):
+    "Refuse a target that is no token, -100 included; on a GPU the kernel itself does, without a wait for the values."
+    if targets.device.type != "cpu" or not targets.numel(): return
+    low, high = int(targets.min()), int(targets.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"target {low if low < 0 else high} is not a token of a vocabulary of {vocab_size}: leave targets out through a mask")
+
+
+def _check_mask(x, mask):
+    "Masks are bools (or 0 and 1) of the values' shape."
+    if x.shape != mask.shape: raise ValueError(f"mask has shape {tuple(mask.shape)}, values have {tuple(x.shape)}")
+    if mask.is_floating_point(): raise ValueError(f"a mask is bool, got {mask.dtype}: multiply weights into the values")
+
+# %% ../../nbs/core/04_reduce.ipynb #de6f791e
 def masked_sum(
     x: Tensor,  # values; masked-out ones may be anything, NaN included
     mask: Tensor,  # bool, the same shape
-) -> Tensor:  # scalar
+) -> Tensor:  # scalar, in at least float32
     "Sum of `x` where `mask` is true; what is masked out passes on neither its value nor a gradient."
-    if x.shape != mask.shape: raise ValueError(f"mask has shape {tuple(mask.shape)}, values have {tuple(x.shape)}")
-    return torch.where(mask.bool(), x, 0.0).sum()
+    _check_mask(x, mask)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.where(mask.bool(), x, 0.0).sum(dtype=wide)
 
 
 def masked_mean(
     x: Tensor,  # values; masked-out ones may be anything, NaN included
     mask: Tensor,  # bool, the same shape
-) -> Tensor:  # scalar
+) -> Tensor:  # scalar, in at least float32
     "Mean of `x` where `mask` is true; an empty mask is an error, not a NaN."
-    count = int(mask.sum())
+    total, count = masked_sum(x, mask), int(mask.bool().sum())
     if not count: raise ValueError("the mask is empty: the mean of nothing is not a number")
-    return masked_sum(x, mask) / count
+    return total / count
 
-# %% ../../nbs/core/04_reduce.ipynb #768e3bc1
+# %% ../../nbs/core/04_reduce.ipynb #2589c63f
 def add_terms(
     parts,  # an iterable of dicts name -> Term
 ) -> dict:  # name -> Term: sums and counts added
@@ -57,18 +86,19 @@ def add_terms(
     total = {}
     for terms in parts:
         for name, t in terms.items():
-            if name not in total: total[name] = t; continue
-            old = total[name]
-            if (old.unit, old.weight) != (t.unit, t.weight): raise ValueError(f"term {name!r} changed unit or weight: {old[2:]} against {t[2:]}")
-            total[name] = old._replace(sum=old.sum + t.sum, count=old.count + t.count)
+            old = total.get(name, t._replace(sum=0.0, count=0))
+            if (old.unit, old.weight) != (t.unit, t.weight):
+                raise ValueError(f"term {name!r} changed its unit or weight: {old.unit}, {old.weight} against {t.unit}, {t.weight}")
+            total[name] = t._replace(sum=old.sum + t.sum, count=old.count + t.count)
     return total
 
-# %% ../../nbs/core/04_reduce.ipynb #84d407ef
+# %% ../../nbs/core/04_reduce.ipynb #4de41a9e
 def weighted_loss(
     terms: dict,  # name -> Term of one micro-batch
     counts: dict,  # name -> count over ALL micro-batches and ranks of the update
 ) -> Tensor:  # scalar to call backward on
     "One micro-batch's share of the loss: the shares of all add up to the loss of the whole update."
-    zero = [n for n in terms if not counts[n]]
-    if zero: raise ValueError(f"no {terms[zero[0]].unit} to learn from in term {zero[0]!r}: the whole update has a count of 0")
-    return sum(t.weight * t.sum / counts[n] for n, t in terms.items())
+    for name, t in terms.items():
+        if name not in counts: raise ValueError(f"no count for term {name!r}: the counts are of {sorted(counts)}")
+        if not counts[name]: raise ValueError(f"no {t.unit} to learn from in term {name!r}: the whole update has a count of 0")
+    return sum(t.weight * t.sum / counts[name] for name, t in terms.items())

@@ -5,19 +5,25 @@
 # %% auto #0
 __all__ = ['shared_groups', 'canonical_names', 'unique_parameters', 'count_parameters']
 
-# %% ../../nbs/core/05_sharing.ipynb #b4d41415
-import torch
+# %% ../../nbs/core/05_sharing.ipynb #ff5bb18b
 from torch import nn
 
-# %% ../../nbs/core/05_sharing.ipynb #d93032e3
+# %% ../../nbs/core/05_sharing.ipynb #33d4be7e
+def _place(p):
+    "Where a parameter lies: device, first byte, bytes; an address of 0 (meta, sharded or lazy tensors) is told by its storage."
+    storage = p.untyped_storage()
+    address = p.data_ptr() if p.device.type != "meta" else 0
+    if not p.numel(): return (id(p),)
+    if not address or not storage.data_ptr(): return (p.device, storage._cdata, p.storage_offset(), p.numel())
+    return (p.device, address, p.numel() * p.element_size())
+
+# %% ../../nbs/core/05_sharing.ipynb #36443e27
 def shared_groups(
     model: nn.Module,
 ) -> list:  # list of lists of names; a group of one is a weight that nothing shares
     "Names of parameters grouped by the memory they lie in; the first name of a group is the one to save it under."
     groups = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        key = (p.device, p.data_ptr(), tuple(p.shape)) if p.numel() and p.device.type != "meta" else id(p)
-        groups.setdefault(key, []).append(name)
+    for name, p in model.named_parameters(remove_duplicate=False): groups.setdefault(_place(p), []).append(name)
     return list(groups.values())
 
 

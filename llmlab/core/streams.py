@@ -5,27 +5,38 @@
 # %% auto #0
 __all__ = ['derive', 'Streams']
 
-# %% ../../nbs/core/06_streams.ipynb #67359782
+# %% ../../nbs/core/06_streams.ipynb #cd9f2eb5
 import hashlib
+import json
 from contextlib import contextmanager
+from operator import index
 
 import torch
 
-# %% ../../nbs/core/06_streams.ipynb #c5e92dc1
+# %% ../../nbs/core/06_streams.ipynb #eb0bea58
 def derive(
     seed: int,  # the one seed of a run
     *names,  # role, epoch, position, ...: strings and integers
 ) -> int:  # 63 bits
     "A seed of its own for each use: a pure function of the run's seed and the names."
-    digest = hashlib.sha256(repr((int(seed), *names)).encode()).digest()
+    key = [index(seed), *(n if isinstance(n, str) else index(n) for n in names)]
+    digest = hashlib.sha256(json.dumps(key).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
-# %% ../../nbs/core/06_streams.ipynb #b1522406
+# %% ../../nbs/core/06_streams.ipynb #40fd20f6
+def _global_state(device):
+    "How to read and write the state of torch's global generator on a device."
+    if device.type == "cpu": return torch.get_rng_state, torch.set_rng_state
+    module = torch.get_device_module(device)
+    if device.type == "cuda": return lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device)
+    return module.get_rng_state, module.set_rng_state
+
+# %% ../../nbs/core/06_streams.ipynb #e497dfa9
 class Streams:
     "Random generators by role (init, data, dropout, sampling, ...), each independent of the others, saved together."
 
     def __init__(self, seed: int, device="cpu"):
-        self.seed, self.device, self.generators = int(seed), torch.device(device), {}
+        self.seed, self.device, self.generators, self.active = index(seed), torch.device(device), {}, []
 
     def __getitem__(self, role: str) -> torch.Generator:
         "The generator of a role, made on first use."
@@ -36,13 +47,16 @@ class Streams:
     @contextmanager
     def use(self, role: str):
         "Let code that draws from torch's global generator (dropout) draw from this role's stream instead."
-        gpus = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=gpus):
-            set_state = torch.cuda.set_rng_state if gpus else torch.set_rng_state
-            get_state = torch.cuda.get_rng_state if gpus else torch.get_rng_state
-            set_state(self[role].get_state())
-            try: yield
-            finally: self[role].set_state(get_state())
+        get_state, set_state = _global_state(self.device)
+        before = get_state()
+        if self.active: self[self.active[-1]].set_state(before)
+        self.active.append(role)
+        set_state(self[role].get_state())
+        try: yield
+        finally:
+            self[role].set_state(get_state())
+            self.active.pop()
+            set_state(self[self.active[-1]].get_state() if self.active else before)
 
     def state_dict(self) -> dict:
         "Seed and the state of every stream: integers and byte tensors."
@@ -52,4 +66,4 @@ class Streams:
         "Continue where the saved streams were; streams that were not saved start afresh on next use."
         if int(state["seed"]) != self.seed: raise ValueError(f"the saved streams have seed {state['seed']}, this run has {self.seed}")
         self.generators = {}
-        for role, s in state["streams"].items(): self[role].set_state(s)
+        for role, s in state["streams"].items(): self[role].set_state(s.cpu())
