@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['WorkerError', 'launch']
 
-# %% ../../nbs/core/07_launch.ipynb #fd159e22
+# %% ../../nbs/core/07_launch.ipynb #4fa04ebe
 import functools
 import inspect
+import io
 import json
 import linecache
 import os
@@ -20,14 +21,33 @@ import sys
 import tempfile
 import threading
 import traceback
+from collections import ChainMap
 from datetime import timedelta
 from pathlib import Path
+from types import CodeType
 
 import cloudpickle
 import torch
 import torch.distributed as dist
 
-# %% ../../nbs/core/07_launch.ipynb #59b4621b
+# %% ../../nbs/core/07_launch.ipynb #5afd7918
+def _code_with_file(code):
+    "cloudpickle forgets which file or cell code came from; a traceback needs it."
+    make, args = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return make, tuple(code.co_filename if a == "<dynamic-code>" else a for a in args)
+
+
+class _Pickler(cloudpickle.Pickler):
+    dispatch_table = ChainMap({CodeType: _code_with_file}, cloudpickle.Pickler.dispatch_table)
+
+
+def _dumps(value):
+    "A value as bytes: code from cells by value, code from installed modules by name."
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+# %% ../../nbs/core/07_launch.ipynb #998a20b1
 def _parts(value):
     "What a value holds, by the words that name it in a message."
     if isinstance(value, functools.partial): return {".func": value.func, ".args": value.args, ".keywords": value.keywords}
@@ -43,16 +63,16 @@ def _parts(value):
 def _unsendable(name, value, seen=()):
     "Names the innermost part of a value that cannot be pickled, and says why; None if all of it can."
     if id(value) in seen: return None
-    try: cloudpickle.dumps(value)
+    try: _dumps(value)
     except Exception as e:
         inner = (_unsendable(name + k, v, (*seen, id(value))) for k, v in _parts(value).items())
         return next(filter(None, inner), f"{name} is a {type(value).__name__} ({e})")
 
-# %% ../../nbs/core/07_launch.ipynb #3917c773
+# %% ../../nbs/core/07_launch.ipynb #a8bdc629
 def _pack(f, args):
     "Function and arguments as bytes, by value, with the source lines of cells, so that a traceback can show them."
     cells = {k: (v[0], None, v[2], v[3]) for k, v in linecache.cache.items() if len(v) == 4 and not os.path.exists(k)}
-    try: return cloudpickle.dumps((f, args, cells))
+    try: return _dumps((f, args, cells))
     except Exception as e:
         name = getattr(f, "__name__", repr(f))
         try: names = [f"argument {k!r} of {name}()" for k in inspect.signature(f).parameters]
@@ -62,7 +82,7 @@ def _pack(f, args):
         said = next(filter(None, found), f"{name}() or one of its arguments: {e}")
         raise TypeError(f"cannot be sent to another process: {said}. Make it inside the function, or send what it is made from.") from None
 
-# %% ../../nbs/core/07_launch.ipynb #9d9040f2
+# %% ../../nbs/core/07_launch.ipynb #c341d1f8
 def _follow(lifeline):
     "End with the parent: reading from its pipe returns only when it is gone; the grandchildren end too."
     os.read(lifeline, 1)
@@ -80,16 +100,16 @@ def _worker(rank, world, lifeline, timeout, folder):
         store = dist.FileStore(str(folder / "rendezvous"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
         result = f(*args)
-        try: data = cloudpickle.dumps(result)
+        try: data = _dumps(result)
         except Exception as e: raise TypeError(f"cannot be sent back: {_unsendable('the result', result) or e}") from None
         (folder / f"result{rank}").write_bytes(data)
     except BaseException as e:
-        lines = traceback.format_exception(e.with_traceback(e.__traceback__.tb_next or e.__traceback__))
+        lines = traceback.format_exception(e.with_traceback(e.__traceback__.tb_next))
         (folder / f"error{rank}").write_text("".join(lines), encoding="utf-8")
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(not (folder / f"result{rank}").exists())
 
-# %% ../../nbs/core/07_launch.ipynb #59be4b1e
+# %% ../../nbs/core/07_launch.ipynb #de00b988
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from llmlab.core.launch import _worker; _worker(*json.loads(sys.argv[2]))"
 
 
@@ -107,20 +127,23 @@ def _stop(workers):
     "Kill what still runs, and its children; wait until it is gone."
     for w in workers:
         try: os.killpg(w.pid, signal.SIGKILL)
-        except ProcessLookupError: pass
+        except (ProcessLookupError, PermissionError): pass  # gone already
     for w in workers:
         w.wait()
         w.stdout.close(), w.stderr.close()
 
-# %% ../../nbs/core/07_launch.ipynb #1435f325
+# %% ../../nbs/core/07_launch.ipynb #66144538
 def _relay(pipes, wait):
     "Pass on what the workers have printed, line by line, each with its rank."
-    for key, _ in pipes.select(wait):
+    ready = pipes.select(wait)
+    for key, _ in ready:
         rank, out, rest = key.data
         text = os.read(key.fd, 65536)
         *lines, rest[0] = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", rest[0] + text)
         if not text: lines.append(rest[0]); pipes.unregister(key.fd)
         for line in filter(None, lines): out.write(f"[rank {rank}] {line.decode('utf-8', 'replace')}")
+        out.flush()
+    return bool(ready)
 
 
 def _watch(workers):
@@ -133,10 +156,11 @@ def _watch(workers):
         while None in status and not any(status):
             _relay(pipes, 0.05)
             status = [w.poll() for w in workers]
-        _stop_reading = [_relay(pipes, 0) for _ in range(2 * len(workers))]
+        for _ in range(100):
+            if not _relay(pipes, 0): break
     return status
 
-# %% ../../nbs/core/07_launch.ipynb #e56a9b05
+# %% ../../nbs/core/07_launch.ipynb #e57d886c
 class WorkerError(RuntimeError):
     "A launched function failed; the message holds the traceback of the first rank that did."
 
@@ -152,10 +176,10 @@ def _failure(folder, status):
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit status {code} and no result"
         said.append(f"rank {rank} {how}" + (": out of memory?" if code == -signal.SIGKILL else ""))
     if errors: said.append(f"rank {errors[0].name[5:]} failed:\n{errors[0].read_text(encoding='utf-8')}")
-    if errors and returned: said.append(f"ranks that had already returned: {returned}")
+    if errors and returned: said.append(f"Ranks {returned} had returned by then: does every rank call the same collectives?")
     return WorkerError("\n".join(said))
 
-# %% ../../nbs/core/07_launch.ipynb #c5f55067
+# %% ../../nbs/core/07_launch.ipynb #e312e7d5
 def launch(
     f,  # a function; it may be defined in a cell, and is sent as it is now
     *args,  # sent with it
@@ -174,7 +198,7 @@ def launch(
             for rank in range(n): workers.append(_start(rank, n, lifeline, timeout, folder))
             status = _watch(workers)
         finally:
-            _stop(workers)
             os.close(ours), os.close(lifeline)
+            _stop(workers)
         if any(status): raise _failure(folder, status)
         return [pickle.loads((folder / f"result{i}").read_bytes()) for i in range(n)]

@@ -13,7 +13,7 @@ import ftfy
 from ftfy.badness import MOJIBAKE_CATEGORIES
 from selectolax.lexbor import LexborHTMLParser
 
-# %% ../../nbs/data/03_clean.ipynb #d10c0816
+# %% ../../nbs/data/03_clean.ipynb #5169cef7
 REPAIRS = ftfy.TextFixerConfig(
     unescape_html=False, remove_terminal_escapes=False, fix_latin_ligatures=False, fix_character_width=False,
     uncurl_quotes=False, fix_line_breaks=False, remove_control_chars=False, normalization=None, explain=False,
@@ -28,7 +28,7 @@ def _suspect_pattern(kinds: dict):
     common = of("lower_common", "upper_common")
     pairs = [(marks, marks_after + letters + kinds["kaomoji"]), (kinds["start_punctuation"], of("bad", "box") + "Äâó"),
              (letters, marks_after), (of("lower_accented", "lower_common"), kinds["upper_accented"]), (common, kinds["bad"]),
-             ("ÂÃÎÐØÙВГРСΒΓΞΟβ", marks_after + kinds["common"] + "ŠšœŸž"), ("в", "Ђ"), ("Г", "ў")]
+             ("ÂÃÎÐØÙВГРСΒΓΞΟβ", marks_after + kinds["common"] + "ŠšœŸž"), ("в", "Ђ"), ("Г", "ў"), ("√", "´")]
     either = "|".join(f"(?<=[{a}][{b}])" for a, b in pairs)
     second = "".join(b for _, b in pairs) + "\ud800-\udfff"
     return re.compile(f"[{second}](?:{either}|(?<=[\x80-\x9f\ud800-\udfff])|(?<=[ÂÃ])(?= )|(?<=[Œœ])(?![A-Za-z]))")

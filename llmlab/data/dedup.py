@@ -131,17 +131,11 @@ def _word_hashes(data, starts, lengths):
         h[i] = int.from_bytes(hashlib.blake2b(word, digest_size=8).digest(), "little")
     return h
 
-# %% ../../nbs/data/06_dedup.ipynb #c6658eb7
-def _ragged(starts, counts):
-    "The indices of several runs, one after the other: starts[i], starts[i] + 1, ... counts[i] of them."
-    ends = np.cumsum(counts)
-    return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
-
-
+# %% ../../nbs/data/06_dedup.ipynb #0874e53d
 def shingle_hashes(
     texts,  # N strings
     size: int = 5,  # units a shingle
-) -> tuple:  # hashes (S,) uint64, repeats included, and counts (N,): how many of them each text has
+) -> tuple:  # hashes (S,) uint64, repeats included, and borders (N+1,): text i has hashes[borders[i]:borders[i + 1]]
     "The shingles of some texts as 64-bit numbers, text after text."
     encoded = [t.encode() if t.isascii() else " ".join(units(t)).encode("utf-8", "surrogatepass") for t in texts]
     data = np.frombuffer(b" ".join([b"", *encoded, b" " * 72]), np.uint8)  # a word's last round may read 64 bytes too far
@@ -154,10 +148,10 @@ def shingle_hashes(
     for j in range(1, size):  # no shingle begins at the last words of a text, except at its first word
         whole[first[1:][words > j] - j] = False
         runs[-1][first[:-1][words == j]] = runs[j - 1][first[:-1][words == j]]  # the one shingle of a text of j words
-    hashes, counts = runs[-1][whole], np.where(words, np.maximum(words - size + 1, 1), 0)
-    return _mix(hashes), counts
+    counts = np.where(words, np.maximum(words - size + 1, 1), 0)
+    return _mix(runs[-1][whole]) >> np.uint64(2) << np.uint64(1), np.cumsum(np.append(0, counts))
 
-# %% ../../nbs/data/06_dedup.ipynb #746772a8
+# %% ../../nbs/data/06_dedup.ipynb #fc49191c
 def permutations(
     num_perm: int = 128,
     seed: int = 1,
@@ -169,15 +163,15 @@ def permutations(
 
 def signatures(
     hashes,  # (S,) uint64 shingles, text after text
-    counts,  # (N,) shingles of each text
+    borders,  # (N+1,) text i has hashes[borders[i]:borders[i + 1]]
     a,  # (P,) uint32
     b,  # (P,) uint32
 ):  # (N,P) uint32; a text without shingles has the largest number everywhere
     "For each text and permutation the smallest permuted shingle."
-    out = np.full((len(a), len(counts)), 0xffffffff, np.uint32)
-    full = np.flatnonzero(counts)
-    x = (hashes >> np.uint64(32)).astype(np.uint32)
-    moved, starts = np.empty_like(x), (np.cumsum(counts) - counts)[full]
+    full = np.flatnonzero(np.diff(borders))  # texts that have a shingle
+    out = np.full((len(a), len(borders) - 1), 0xffffffff, np.uint32)
+    x = (hashes >> np.uint64(31)).astype(np.uint32)
+    moved, starts = np.empty_like(x), borders[full]
     for p in range(len(a) if len(full) else 0):
         np.multiply(x, a[p], out=moved)
         moved += b[p]
@@ -250,22 +244,22 @@ def candidate_pairs(
     found = [np.sort(np.stack(p, 1), 1) for keys in band_keys(sigs, bands, rows) for p in _rounds(keys)]
     return np.unique(np.concatenate(found), axis=0) if found else np.empty((0, 2), np.int64)
 
-# %% ../../nbs/data/06_dedup.ipynb #3677549c
+# %% ../../nbs/data/06_dedup.ipynb #d6b58e33
 def pair_similarity(
     hashes,  # (S,) uint64 shingles, text after text
-    counts,  # (N,) shingles of each text
+    borders,  # (N+1,) text i has hashes[borders[i]:borders[i + 1]]
     left,  # (M,) index of one text
     right,  # (M,) index of the other
 ):  # (M,) float64: exact Jaccard of the two sets; 1 where both are empty
     "Jaccard similarity of many pairs: sort the shingles of both texts together and count neighbours that are equal."
-    out, total, starts = np.ones(len(left)), counts[left] + counts[right], np.cumsum(counts) - counts
-    order = np.argsort(total, kind="stable")
-    for some in np.split(order, range(64, len(order), 64)):  # pairs of similar length share a box
-        width = max(2, total[some].max(initial=0))
+    ends = np.stack([borders[left], borders[left + 1], borders[right], borders[right + 1]], 1)  # (M,4)
+    out, total = np.ones(len(left)), ends[:, 1] - ends[:, 0] + ends[:, 3] - ends[:, 2]
+    for some in np.split(order := np.argsort(total), range(64, len(order), 64)):  # pairs of similar length share a box
+        width = max(2, int(total[some].max(initial=0)))
         box = np.full((len(some), width), 2**64 - 1, np.uint64)  # the filling sorts after every shingle
-        for tag, side, shift in ((0, left[some], 0), (1, right[some], counts[left[some]])):
-            values = hashes[_ragged(starts[side], counts[side])] >> np.uint64(2) << np.uint64(1) | np.uint64(tag)
-            box.reshape(-1)[_ragged(np.arange(len(some)) * width + shift, counts[side])] = values
+        for row, (a, b, c, d) in zip(box, ends[some].tolist(), strict=True):
+            row[:b - a] = hashes[a:b]
+            np.bitwise_or(hashes[c:d], 1, out=row[b - a:b - a + d - c])  # shingles are even: odd ones are from the right
         box.sort(axis=1)
         step = box[:, 1:] ^ box[:, :-1]  # 0: a repeat; 1: the same shingle in both texts
         members = (step != 0).sum(1) + (total[some] == width)  # |A| + |B|
@@ -273,7 +267,7 @@ def pair_similarity(
         out[some] = np.divide(both, members - both, out=np.ones(len(some)), where=members > 0)
     return out
 
-# %% ../../nbs/data/06_dedup.ipynb #fd463ea1
+# %% ../../nbs/data/06_dedup.ipynb #12a48cfd
 def merge(
     labels,  # (N,) int64: each text's cluster, named by its smallest member
     left,  # (M,) one end of each link
@@ -295,17 +289,17 @@ def link(
     same,  # f(left, right) -> (M,) bool: which of these candidate pairs are near-duplicates?
 ):  # (N,) labels
     "Clusters of texts linked by candidates that pass `same`; a pair already in one cluster is not asked about."
-    labels = np.arange(len(sigs))
-    for keys in band_keys(sigs, bands, rows):
-        for left, right in _rounds(keys, lambda order: labels[order]):
-            new = labels[left] != labels[right]
+    labels, keys = np.arange(len(sigs)), band_keys(sigs, bands, rows)
+    for band in range(bands):
+        for left, right in _rounds(keys[band], lambda order: labels[order]):
+            new = (labels[left] != labels[right]) & ~(keys[:band, left] == keys[:band, right]).any(0)
             left, right = left[new], right[new]
             yes = same(left, right)
             labels = merge(labels, left[yes], right[yes])
     return labels
 
-# %% ../../nbs/data/06_dedup.ipynb #1182b57d
-def _chunks(texts, characters=1 << 18):
+# %% ../../nbs/data/06_dedup.ipynb #4b5aa333
+def _chunks(texts, characters=1 << 19):
     "Runs of texts of about so many characters: small enough for the processor's cache."
     ends = np.cumsum([len(t) for t in texts])
     cuts = np.flatnonzero(np.diff(ends // characters)) + 1
@@ -318,14 +312,15 @@ def sketch(
     shingle_words: int = 5,
     seed: int = 1,
     workers: int = 1,  # threads; the result is the same for any number
-) -> tuple:  # hashes (S,) uint64, counts (N,), signatures (N,P) uint32
+) -> tuple:  # hashes (S,) uint64, borders (N+1,), signatures (N,P) uint32
     "Shingles and MinHash signature of every text."
     a, b = permutations(num_perm, seed)
     def work(chunk):
-        hashes, counts = shingle_hashes(chunk, shingle_words)
-        return hashes, counts, signatures(hashes, counts, a, b)
-    with ThreadPoolExecutor(workers) as pool: parts = list(pool.map(work, _chunks(texts)))
-    return tuple(np.concatenate(p) for p in zip(*parts, strict=True))
+        hashes, borders = shingle_hashes(chunk, shingle_words)
+        return hashes, np.diff(borders), signatures(hashes, borders, a, b)
+    with ThreadPoolExecutor(workers) as pool: parts = pool.map(work, _chunks(texts))
+    hashes, counts, sigs = (np.concatenate(p) for p in zip(*parts, strict=True))
+    return hashes, np.cumsum(np.append(0, counts)), sigs
 
 
 def minhash_dedup(
@@ -343,11 +338,11 @@ def minhash_dedup(
     for name, value in dict(num_perm=num_perm, shingle_words=shingle_words, workers=workers).items():
         if value < 1: raise ValueError(f"{name} must be at least 1, got {value}")
     bands, rows = choose_bands(threshold, num_perm)
-    hashes, counts, sigs = sketch(texts, num_perm, shingle_words, seed, workers)
+    hashes, borders, sigs = sketch(texts, num_perm, shingle_words, seed, workers)
     doubtful = threshold - 4 * (threshold * (1 - threshold) / num_perm) ** 0.5  # an estimate lower than this is no near-miss
     def same(left, right):
         yes = agreement(sigs, left, right) >= (doubtful if verify else 0)
-        if verify: yes[yes] = pair_similarity(hashes, counts, left[yes], right[yes]) >= threshold
+        if verify: yes[yes] = pair_similarity(hashes, borders, left[yes], right[yes]) >= threshold
         return yes
     labels = link(sigs, bands, rows, same)
-    return result_from_labels(labels.tolist(), empty=int((counts == 0).sum()))
+    return result_from_labels(labels.tolist(), empty=int((np.diff(borders) == 0).sum()))

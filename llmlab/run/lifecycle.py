@@ -322,7 +322,7 @@ def trainer_of(life, model, precision: str, folder=None) -> Trainer:
     return Trainer(model, NextToken(), loader_of(life), life.recipe.train, strategy=AccelerateStrategy(precision), folder=folder,
                    meta={"recipe": life.recipe.fingerprint})
 
-# %% ../../nbs/run/02_lifecycle.ipynb #c4b9201c
+# %% ../../nbs/run/02_lifecycle.ipynb #a8d83471
 def precision_of(life) -> str:  # "fp32" or "bf16"
     "The run's precision: as the recipe says, or the faster of the two by a trial; decided once, then in the manifest."
     if "precision" in life.manifest: return life.manifest["precision"]
@@ -330,7 +330,7 @@ def precision_of(life) -> str:  # "fp32" or "bf16"
     if chosen == "auto":
         trials = {p: trainer_of(life, new_model(life), p) for p in ("fp32", "bf16")}
         batches = loader_of(life).update(0)
-        chosen, seconds = choose_precision(lambda p: trials[p].update(batches))
+        chosen, seconds = choose_precision(lambda p: trials[p].update(batches), repeat=1)
     life.note(precision=chosen, trial_seconds_per_update=seconds)
     return chosen
 

@@ -1,0 +1,87 @@
+"""JupyterLab in a real browser: `make lab` opens the tour, its cells run, and the schedule page's slider moves."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+CHROMIUM = shutil.which("chromium")
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync"]
+
+
+@pytest.fixture(scope="module")
+def lab(root, tmp_path_factory):
+    "A server on a copy of the notebooks, with everything that Jupyter writes in the temporary folder."
+    home = tmp_path_factory.mktemp("lab")
+    shutil.copytree(root / "nbs", home / "nbs", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    env = os.environ | {f"JUPYTER_{k}_DIR": str(home / k) for k in ("CONFIG", "DATA", "RUNTIME")} | {"IPYTHONDIR": str(home / "ipython")}
+    words = ["-m", "jupyter", "lab", "--no-browser", "--ServerApp.port=0", "--IdentityProvider.token=", "--ServerApp.password=",
+             f"--notebook-dir={home / 'nbs'}", *(["--allow-root"] if os.geteuid() == 0 else [])]
+    server = subprocess.Popen([sys.executable, *words], env=env, cwd=home, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 60
+        while not (found := list((home / "RUNTIME").glob("jpserver-*.json"))):
+            assert server.poll() is None and time.monotonic() < end, "JupyterLab did not start"
+            time.sleep(0.2)
+        url = json.loads(found[0].read_text())["url"]
+        while True:
+            try: urllib.request.urlopen(url + "api/status", timeout=5); break
+            except OSError: assert time.monotonic() < end; time.sleep(0.2)
+        yield url, home / "nbs"
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+@pytest.fixture
+def page(lab, tmp_path):
+    "A new browser."
+    from playwright.sync_api import sync_playwright
+    if CHROMIUM is None: pytest.skip("no chromium on this machine")
+    with sync_playwright() as p:
+        browser = p.chromium.launch_persistent_context(tmp_path / "profile", executable_path=CHROMIUM, args=FLAGS, viewport={"width": 1200, "height": 1600})
+        yield browser.new_page()
+        browser.close()
+
+
+def run_all(page, url, name, seconds):
+    "Open a notebook, clear what was saved, run every cell, and wait for the last one."
+    page.goto(f"{url}lab/tree/{name}?reset")
+    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
+    page.wait_for_selector("[data-status='idle'], .jp-Notebook-ExecutionIndicator[data-status='idle']", timeout=60_000)
+    for entry in ("Edit", "Run"):
+        page.get_by_role("menuitem", name=entry, exact=True).first.click()
+        page.get_by_text({"Edit": "Clear Outputs of All Cells", "Run": "Run All Cells"}[entry], exact=True).click()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        page.wait_for_timeout(1000)
+        status = page.locator(".jp-Notebook-ExecutionIndicator").first.get_attribute("data-status")
+        if status == "idle" and not re.search(r"\[\*\]", page.locator(".jp-NotebookPanel").first.inner_text()): return
+    raise AssertionError(f"{name} was not done after {seconds} s")
+
+
+def saved(page, path):
+    "The notebook's outputs as JupyterLab saves them."
+    before = path.stat().st_mtime_ns
+    page.keyboard.press("Control+s")
+    end = time.monotonic() + 20
+    while path.stat().st_mtime_ns == before and time.monotonic() < end: page.wait_for_timeout(200)
+    page.wait_for_timeout(500)
+    return [c for c in json.loads(Path(path).read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+
+
+def test_the_tour_runs_in_the_browser(lab, page):
+    url, folder = lab
+    run_all(page, url, "tour.ipynb", 240)
+    cells = saved(page, folder / "tour.ipynb")
+    outputs = [o for c in cells for o in c["outputs"]]
+    assert all(c["execution_count"] for c in cells) and not [o for o in outputs if o["output_type"] == "error"]
+    assert any("image/png" in o.get("data", {}) for o in outputs)
