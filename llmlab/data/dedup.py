@@ -96,7 +96,7 @@ def jaccard(
     "Shared members over all members."
     return len(a & b) / len(a | b) if a or b else 1.0
 
-# %% ../../nbs/data/06_dedup.ipynb #13ac4cea
+# %% ../../nbs/data/06_dedup.ipynb #0e08effc
 def _mix(h):
     "Spread every bit of a uint64 over all the others, in place (the finaliser of SplitMix64)."
     for shift, factor in ((30, 0xbf58476d1ce4e5b9), (27, 0x94d049bb133111eb)):
@@ -115,13 +115,11 @@ def _word_borders(data):
 
 def _word_hashes(data, starts, lengths):
     "One uint64 per word: eight bytes a round; words of more than 64 bytes go through BLAKE2."
-    eights = data[:len(data) // 8 * 8].view("<u8")
-    h = lengths.astype(np.uint64) * np.uint64(0x9e3779b97f4a7c15)
-    at, left, active = starts, lengths, slice(None)
+    eights = np.ndarray((len(data) - 7,), "<u8", data, strides=(1,))  # the eight bytes from each place on
+    h, at, left, active = np.zeros(len(starts), np.uint64), starts, lengths, slice(None)
     for _ in range(8):
-        block, low = at >> 3, (at & 7).astype(np.uint64) * np.uint64(8)
-        chunk = eights[block] >> low | eights[block + 1] << np.uint64(1) << np.uint64(63) - low  # bytes at ... at + 7
-        h[active] = _mix(h[active] ^ chunk << (64 - 8 * np.minimum(left, 8)).astype(np.uint64))
+        unused = (64 - 8 * np.minimum(left, 8)).view(np.uint64)
+        h[active] = _mix(h[active] ^ eights[at] << unused ^ unused)
         more = np.flatnonzero(left > 8)
         if not len(more): return h
         active = more if isinstance(active, slice) else active[more]
@@ -131,7 +129,7 @@ def _word_hashes(data, starts, lengths):
         h[i] = int.from_bytes(hashlib.blake2b(word, digest_size=8).digest(), "little")
     return h
 
-# %% ../../nbs/data/06_dedup.ipynb #0874e53d
+# %% ../../nbs/data/06_dedup.ipynb #4916d831
 def shingle_hashes(
     texts,  # N strings
     size: int = 5,  # units a shingle
@@ -143,29 +141,29 @@ def shingle_hashes(
     h = np.append(_word_hashes(data, starts, lengths), np.zeros(size, np.uint64))
     first = np.searchsorted(starts, np.cumsum([1] + [len(e) + 1 for e in encoded]))  # first word of each text
     runs = [h[:len(starts)]]  # runs[j][i] stands for the j + 1 words from word i on
-    for j in range(1, size): runs.append(runs[-1] * np.uint64(0xd6e8feb86659fd93) + h[j:len(starts) + j])
+    for j in range(1, size):
+        runs.append(runs[-1] * np.uint64(0xd6e8feb86659fd93))
+        runs[-1] += h[j:len(starts) + j]
     words, whole = np.diff(first), np.ones(len(starts), bool)
     for j in range(1, size):  # no shingle begins at the last words of a text, except at its first word
         whole[first[1:][words > j] - j] = False
         runs[-1][first[:-1][words == j]] = runs[j - 1][first[:-1][words == j]]  # the one shingle of a text of j words
     counts = np.where(words, np.maximum(words - size + 1, 1), 0)
-    return _mix(runs[-1][whole]) >> np.uint64(2) << np.uint64(1), np.cumsum(np.append(0, counts))
+    return _mix(runs[-1][whole]) & np.uint64(2**63 - 2), np.cumsum(np.append(0, counts))
 
-# %% ../../nbs/data/06_dedup.ipynb #fc49191c
+# %% ../../nbs/data/06_dedup.ipynb #775efc80
 def permutations(
     num_perm: int = 128,
     seed: int = 1,
-) -> tuple:  # a and b, each (P,) uint32, a odd
-    "Random bijections x -> a x + b of the 32-bit numbers, the same on every machine and in every version."
-    draw = lambda name: np.array([derive(seed, name, i) & 0xffffffff for i in range(num_perm)], np.uint32)
-    return draw("minhash a") | np.uint32(1), draw("minhash b")
+):  # (P,) uint32, odd
+    "Random bijections x -> a x of the 32-bit numbers (every odd a is one), the same on every machine and in every version."
+    return np.array([derive(seed, "minhash", i) & 0xffffffff | 1 for i in range(num_perm)], np.uint32)
 
 
 def signatures(
     hashes,  # (S,) uint64 shingles, text after text
     borders,  # (N+1,) text i has hashes[borders[i]:borders[i + 1]]
-    a,  # (P,) uint32
-    b,  # (P,) uint32
+    a,  # (P,) uint32, odd
 ):  # (N,P) uint32; a text without shingles has the largest number everywhere
     "For each text and permutation the smallest permuted shingle."
     full = np.flatnonzero(np.diff(borders))  # texts that have a shingle
@@ -173,19 +171,17 @@ def signatures(
     x = (hashes >> np.uint64(31)).astype(np.uint32)
     moved, starts = np.empty_like(x), borders[full]
     for p in range(len(a) if len(full) else 0):
-        np.multiply(x, a[p], out=moved)
-        moved += b[p]
-        out[p, full] = np.minimum.reduceat(moved, starts)
+        out[p, full] = np.minimum.reduceat(np.multiply(x, a[p], out=moved), starts)
     return np.ascontiguousarray(out.T)
 
-# %% ../../nbs/data/06_dedup.ipynb #2bcc839b
+# %% ../../nbs/data/06_dedup.ipynb #748e4cc7
 def agreement(
     sigs,  # (N,P) uint32
     left,  # (M,) index of one text
     right,  # (M,) index of the other
 ):  # (M,) float64: an estimate of their Jaccard similarity
     "The share of places in which two signatures agree."
-    return (sigs[left] == sigs[right]).mean(1)
+    return np.count_nonzero(sigs[left] == sigs[right], axis=1) / sigs.shape[1]
 
 # %% ../../nbs/data/06_dedup.ipynb #a444d5ac
 def detection(
@@ -208,28 +204,29 @@ def choose_bands(
     raise ValueError(f"{num_perm} permutations cannot find pairs at threshold {threshold} with probability {recall}: "
                      "take more permutations or a higher threshold")
 
-# %% ../../nbs/data/06_dedup.ipynb #fa2edde8
+# %% ../../nbs/data/06_dedup.ipynb #9ea6150c
 def band_keys(
     sigs,  # (N,P) uint32
     bands: int,
     rows: int,
 ):  # (bands,N) uint64
     "One number per band and text; equal bands have equal numbers."
-    keys = np.zeros((bands, len(sigs)), np.uint64)
-    for j in range(rows): keys = _mix(keys + np.uint64(j + 1) ^ sigs[:, j:bands * rows:rows].T)
-    return keys
+    keys = np.zeros((len(sigs), bands), np.uint64)
+    for j in range(rows): keys = keys * np.uint64(0xd6e8feb86659fd93) + sigs[:, j:bands * rows:rows]
+    return np.ascontiguousarray(_mix(keys).T)
 
-# %% ../../nbs/data/06_dedup.ipynb #7f4567f4
+# %% ../../nbs/data/06_dedup.ipynb #3c1cff54
 def _rounds(keys, labels=lambda order: None):
     "Pairs with equal keys: neighbours within their bucket, then those two apart, ...; a bucket with one label is left."
     order = np.argsort(keys)
     bucket = keys[order]
     for distance in range(1, len(keys)):
-        starts = np.flatnonzero(np.r_[True, bucket[1:] != bucket[:-1]])
+        starts = np.append(0, np.flatnonzero(bucket[1:] != bucket[:-1]) + 1)
         sizes, label = np.diff(np.append(starts, len(bucket))), labels(order)
         wanted = sizes > distance
         if label is not None: wanted &= np.minimum.reduceat(label, starts) != np.maximum.reduceat(label, starts)
-        order, bucket = order[np.repeat(wanted, sizes)], bucket[np.repeat(wanted, sizes)]
+        wanted = np.repeat(wanted, sizes)
+        order, bucket = order[wanted], bucket[wanted]
         if not len(order): return
         same = bucket[distance:] == bucket[:-distance]
         yield order[:-distance][same], order[distance:][same]
@@ -298,7 +295,7 @@ def link(
             labels = merge(labels, left[yes], right[yes])
     return labels
 
-# %% ../../nbs/data/06_dedup.ipynb #4b5aa333
+# %% ../../nbs/data/06_dedup.ipynb #d632bc0b
 def _chunks(texts, characters=1 << 19):
     "Runs of texts of about so many characters: small enough for the processor's cache."
     ends = np.cumsum([len(t) for t in texts])
@@ -314,10 +311,10 @@ def sketch(
     workers: int = 1,  # threads; the result is the same for any number
 ) -> tuple:  # hashes (S,) uint64, borders (N+1,), signatures (N,P) uint32
     "Shingles and MinHash signature of every text."
-    a, b = permutations(num_perm, seed)
+    a = permutations(num_perm, seed)
     def work(chunk):
         hashes, borders = shingle_hashes(chunk, shingle_words)
-        return hashes, np.diff(borders), signatures(hashes, borders, a, b)
+        return hashes, np.diff(borders), signatures(hashes, borders, a)
     with ThreadPoolExecutor(workers) as pool: parts = pool.map(work, _chunks(texts))
     hashes, counts, sigs = (np.concatenate(p) for p in zip(*parts, strict=True))
     return hashes, np.cumsum(np.append(0, counts)), sigs

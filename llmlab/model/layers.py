@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .attention import Attention, Where
 
-# %% ../../nbs/model/04_layers.ipynb #88202d9a
+# %% ../../nbs/model/04_layers.ipynb #10415113
 class RMSNorm(nn.Module):
     "Divide each token's vector by its root mean square, then scale each channel by a learned weight."
 
@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(hidden_size)), eps
 
     def forward(self, x: Tensor) -> Tensor:  # (...,C) -> (...,C)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 # %% ../../nbs/model/04_layers.ipynb #0f24634e
 class MLP(nn.Module):
@@ -44,7 +44,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (...,C) -> (...,C)
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
-# %% ../../nbs/model/04_layers.ipynb #a91fb2c5
+# %% ../../nbs/model/04_layers.ipynb #fd8a03aa
 class Block(nn.Module):
     "One layer: attention, then MLP, each normed before and added to what it read."
 
@@ -58,8 +58,9 @@ class Block(nn.Module):
         dropout: float = 0.0,  # of what each half adds, in training
     ):
         super().__init__()
-        self.attention_norm, self.mlp_norm = RMSNorm(hidden_size, norm_eps), RMSNorm(hidden_size, norm_eps)
+        self.attention_norm = RMSNorm(hidden_size, norm_eps)
         self.attention = Attention(hidden_size, num_heads, num_kv_heads)
+        self.mlp_norm = RMSNorm(hidden_size, norm_eps)
         self.mlp = MLP(hidden_size, intermediate_size)
         self.dropout = nn.Dropout(dropout)
 

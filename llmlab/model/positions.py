@@ -26,13 +26,14 @@ def rope_tables(
     angle = torch.cat([angle, angle], -1)
     return angle.cos(), angle.sin()
 
-# %% ../../nbs/model/03_positions.ipynb #bc714bbe
+# %% ../../nbs/model/03_positions.ipynb #c9982acc
 def apply_rope(
     x: Tensor,  # (B,H,T,D)
     cos: Tensor,  # (T,D) or (B,T,D)
     sin: Tensor,  # the same shape
 ) -> Tensor:  # (B,H,T,D), dtype of x
     "Rotate channel i together with channel i + D/2, by the angle of the token's position."
+    if cos.shape[-2:] != x.shape[-2:]: raise ValueError(f"tables for (T,D) {tuple(cos.shape[-2:])}, but x has {tuple(x.shape[-2:])}")
     cos, sin = (t.unsqueeze(-3) for t in (cos, sin))  # the same for every head
     first, second = x.chunk(2, -1)
     return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)

@@ -515,7 +515,7 @@ def hf_json(
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
             "model": {"type": "BPE", "vocab": {s: i for i, s in enumerate(spell)}, "merges": [[spell[a], spell[b]] for a, b in tokenizer.merges]}}
 
-# %% ../../nbs/tokenizer/01_bpe.ipynb #8017c978
+# %% ../../nbs/tokenizer/01_bpe.ipynb #a49966dd
 FORMAT = "llmlab.bpe"
 KEYS = {"format", "version", "pattern", "special_tokens", "merges", "fingerprint"}
 
@@ -545,7 +545,7 @@ class Stored(Exporter):
         if not isinstance(state, dict) or state.get("format") != FORMAT: raise ValueError(f"{path}: not a tokenizer of format {FORMAT!r}")
         if state.get("version") != 1: raise ValueError(f"{path}: version {state.get('version')!r}; this code reads version 1")
         if state.keys() != KEYS: raise ValueError(f"{path}: keys missing or unknown: {sorted(state.keys() ^ KEYS)}")
-        try: tokenizer = cls([m.split(" ") for m in state["merges"]], state["special_tokens"], state["pattern"])
+        try: tokenizer = cls([m.split(" ") for m in state["merges"]], state["special_tokens"], "" + state["pattern"])
         except (TypeError, AttributeError, ValueError) as e: raise ValueError(f"{path}: broken tokenizer ({type(e).__name__}: {e})") from e
         if tokenizer.fingerprint != state["fingerprint"]: raise ValueError(f"{path}: the contents do not fit their fingerprint")
         return tokenizer
