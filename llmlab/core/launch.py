@@ -47,7 +47,7 @@ def _dumps(value):
     _Pickler(buffer).dump(value)
     return buffer.getvalue()
 
-# %% ../../nbs/core/07_launch.ipynb #998a20b1
+# %% ../../nbs/core/07_launch.ipynb #1ba9edae
 def _parts(value):
     "What a value holds, by the words that name it in a message."
     if isinstance(value, functools.partial): return {".func": value.func, ".args": value.args, ".keywords": value.keywords}
@@ -59,7 +59,7 @@ def _parts(value):
     if isinstance(value, (list, tuple, set)): return {f"[{i}]": v for i, v in enumerate(value)}
     return {f".{k}": v for k, v in getattr(value, "__dict__", {}).items()}
 
-
+# %% ../../nbs/core/07_launch.ipynb #f9fb32df
 def _unsendable(name, value, seen=()):
     "Names the innermost part of a value that cannot be pickled, and says why; None if all of it can."
     if id(value) in seen: return None
@@ -82,13 +82,13 @@ def _pack(f, args):
         said = next(filter(None, found), f"{name}() or one of its arguments: {e}")
         raise TypeError(f"cannot be sent to another process: {said}. Make it inside the function, or send what it is made from.") from None
 
-# %% ../../nbs/core/07_launch.ipynb #c341d1f8
+# %% ../../nbs/core/07_launch.ipynb #35221360
 def _follow(lifeline):
     "End with the parent: reading from its pipe returns only when it is gone; the grandchildren end too."
     os.read(lifeline, 1)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
-
+# %% ../../nbs/core/07_launch.ipynb #9d020f67
 def _worker(rank, world, lifeline, timeout, folder):
     "What each process runs: joins the group, calls the function that was sent by value, leaves its result in a file."
     threading.Thread(target=_follow, args=(lifeline,), daemon=True).start()
@@ -102,14 +102,16 @@ def _worker(rank, world, lifeline, timeout, folder):
         result = f(*args)
         try: data = _dumps(result)
         except Exception as e: raise TypeError(f"cannot be sent back: {_unsendable('the result', result) or e}") from None
-        (folder / f"result{rank}").write_bytes(data)
+        (folder / f"part{rank}").write_bytes(data)
+        (folder / f"part{rank}").rename(folder / f"result{rank}")
     except BaseException as e:
         lines = traceback.format_exception(e.with_traceback(e.__traceback__.tb_next))
         (folder / f"error{rank}").write_text("".join(lines), encoding="utf-8")
-    sys.stdout.flush(), sys.stderr.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(not (folder / f"result{rank}").exists())
 
-# %% ../../nbs/core/07_launch.ipynb #de00b988
+# %% ../../nbs/core/07_launch.ipynb #076edc81
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from llmlab.core.launch import _worker; _worker(*json.loads(sys.argv[2]))"
 
 
@@ -122,7 +124,7 @@ def _start(rank, world, lifeline, timeout, folder):
     return subprocess.Popen(command, env=env, pass_fds=[lifeline], start_new_session=True,
                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
-
+# %% ../../nbs/core/07_launch.ipynb #eed419ca
 def _stop(workers):
     "Kill what still runs, and its children; wait until it is gone."
     for w in workers:
@@ -132,7 +134,7 @@ def _stop(workers):
         w.wait()
         w.stdout.close(), w.stderr.close()
 
-# %% ../../nbs/core/07_launch.ipynb #66144538
+# %% ../../nbs/core/07_launch.ipynb #bfc1b468
 def _relay(pipes, wait):
     "Pass on what the workers have printed, line by line, each with its rank."
     ready = pipes.select(wait)
@@ -145,7 +147,7 @@ def _relay(pipes, wait):
         out.flush()
     return bool(ready)
 
-
+# %% ../../nbs/core/07_launch.ipynb #5e14cbd5
 def _watch(workers):
     "Wait until all workers have ended, or one has failed; return the exit status of each (None: still at work)."
     with selectors.DefaultSelector() as pipes:
@@ -160,26 +162,30 @@ def _watch(workers):
             if not _relay(pipes, 0): break
     return status
 
-# %% ../../nbs/core/07_launch.ipynb #e57d886c
+# %% ../../nbs/core/07_launch.ipynb #0d614557
 class WorkerError(RuntimeError):
-    "A launched function failed; the message holds the traceback of the first rank that did."
+    "A launched function failed; the message holds the traceback of the first rank that did, `rank` its number."
 
+    def __init__(self, message, rank=None):
+        super().__init__(message)
+        self.rank = rank
 
+# %% ../../nbs/core/07_launch.ipynb #79127444
 def _failure(folder, status):
     "What went wrong, told once: ranks that died without a word, then the first traceback."
     errors = sorted(folder.glob("error*"), key=lambda p: p.stat().st_mtime_ns)
-    spoke = {int(p.name[5:]) for p in errors}
+    spoke = [int(p.name.removeprefix("error")) for p in errors]
     returned = [r for r in range(len(status)) if (folder / f"result{r}").exists()]
+    silent = {r: code for r, code in enumerate(status) if code is not None and r not in spoke + returned}
     said = []
-    for rank, code in enumerate(status):
-        if code is None or rank in spoke or rank in returned: continue
+    for rank, code in silent.items():
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit status {code} and no result"
-        said.append(f"rank {rank} {how}" + (": out of memory?" if code == -signal.SIGKILL else ""))
-    if errors: said.append(f"rank {errors[0].name[5:]} failed:\n{errors[0].read_text(encoding='utf-8')}")
-    if errors and returned: said.append(f"Ranks {returned} had returned by then: does every rank call the same collectives?")
-    return WorkerError("\n".join(said))
+        said.append(f"rank {rank} {how}" + (" (did the memory run out?)" if code == -signal.SIGKILL else ""))
+    if errors: said.append(f"rank {spoke[0]} failed:\n{errors[0].read_text(encoding='utf-8')}")
+    if returned and "by peer" in said[-1]: said.append(f"Ranks {returned} had returned by then: does every rank call the same collectives?")
+    return WorkerError("\n".join(said), next(iter([*silent, *spoke]), None))
 
-# %% ../../nbs/core/07_launch.ipynb #e312e7d5
+# %% ../../nbs/core/07_launch.ipynb #a1c8201f
 def launch(
     f,  # a function; it may be defined in a cell, and is sent as it is now
     *args,  # sent with it
@@ -200,5 +206,5 @@ def launch(
         finally:
             os.close(ours), os.close(lifeline)
             _stop(workers)
-        if any(status): raise _failure(folder, status)
+        if not all((folder / f"result{i}").exists() for i in range(n)): raise _failure(folder, status)
         return [pickle.loads((folder / f"result{i}").read_bytes()) for i in range(n)]

@@ -65,7 +65,7 @@ def _check_mask(x, mask):
     if x.shape != mask.shape: raise ValueError(f"mask has shape {tuple(mask.shape)}, values have {tuple(x.shape)}")
     if mask.is_floating_point(): raise ValueError(f"a mask is bool, got {mask.dtype}: multiply weights into the values")
 
-# %% ../../nbs/core/04_reduce.ipynb #9c58611e
+# %% ../../nbs/core/04_reduce.ipynb #3d5f2f2e
 def token_logprobs(
     logits: Tensor,  # (...,V) any float type; worked in at least float32
     targets: Tensor,  # (...) int64, from 0 to V-1
@@ -80,8 +80,8 @@ def token_logprobs(
         return kept.new_zeros(targets.shape).masked_scatter(mask.bool(), kept)
     if logits.dtype in (torch.float16, torch.bfloat16): logits = logits.float()
     _check_targets(targets, logits.shape[-1])
-    rows, V = logits.reshape(-1, logits.shape[-1]), logits.shape[-1]
-    flat = F.cross_entropy(rows, targets.reshape(-1), reduction="none", ignore_index=torch.iinfo(torch.int64).min)
+    rows, off = logits.reshape(-1, logits.shape[-1]), torch.iinfo(torch.int64).min
+    flat = F.cross_entropy(rows, targets.reshape(-1), reduction="none", ignore_index=off)
     return -flat.view(targets.shape)
 
 # %% ../../nbs/core/04_reduce.ipynb #de6f791e

@@ -31,12 +31,12 @@ def _global_state(device):
     if device.type == "cuda": return lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device)
     return module.get_rng_state, module.set_rng_state
 
-# %% ../../nbs/core/06_streams.ipynb #e497dfa9
+# %% ../../nbs/core/06_streams.ipynb #aee7293d
 class Streams:
     "Random generators by role (init, data, dropout, sampling, ...), each independent of the others, saved together."
 
     def __init__(self, seed: int, device="cpu"):
-        self.seed, self.device, self.generators, self.active = index(seed), torch.device(device), {}, []
+        self.seed, self.device, self.generators, self._active = index(seed), torch.device(device), {}, []
 
     def __getitem__(self, role: str) -> torch.Generator:
         "The generator of a role, made on first use."
@@ -44,19 +44,9 @@ class Streams:
             self.generators[role] = torch.Generator(self.device).manual_seed(derive(self.seed, role))
         return self.generators[role]
 
-    @contextmanager
     def use(self, role: str):
-        "Let code that draws from torch's global generator (dropout) draw from this role's stream instead."
-        get_state, set_state = _global_state(self.device)
-        before = get_state()
-        if self.active: self[self.active[-1]].set_state(before)
-        self.active.append(role)
-        set_state(self[role].get_state())
-        try: yield
-        finally:
-            self[role].set_state(get_state())
-            self.active.pop()
-            set_state(self[self.active[-1]].get_state() if self.active else before)
+        "Let code that draws from torch's global generator (dropout) draw from this role's stream instead, in a `with` block."
+        return _borrowed(self, role)
 
     def state_dict(self) -> dict:
         "Seed and the state of every stream: integers and byte tensors."
@@ -66,4 +56,19 @@ class Streams:
         "Continue where the saved streams were; streams that were not saved start afresh on next use."
         if int(state["seed"]) != self.seed: raise ValueError(f"the saved streams have seed {state['seed']}, this run has {self.seed}")
         self.generators = {}
-        for role, s in state["streams"].items(): self[role].set_state(s.cpu())
+        for role, saved in state["streams"].items(): self[role].set_state(saved.cpu())
+
+# %% ../../nbs/core/06_streams.ipynb #206f0d64
+@contextmanager
+def _borrowed(streams, role):
+    "Lend a stream's state to torch's global generator; blocks may be nested, in the same role too."
+    read, write = _global_state(streams.device)
+    before, active = read(), streams._active
+    if active: streams[active[-1]].set_state(before)
+    active.append(role)
+    write(streams[role].get_state())
+    try: yield
+    finally:
+        streams[role].set_state(read())
+        active.pop()
+        write(streams[active[-1]].get_state() if active else before)

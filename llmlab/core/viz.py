@@ -13,12 +13,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 from PIL import Image
 
-# %% ../../nbs/core/02_viz.ipynb #bbb5e5ac
+# %% ../../nbs/core/02_viz.ipynb #68c62467
 def _style():
     "The look of every figure, for the time of one `with` block."
     colours = plt.cycler(color=["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"])
     return plt.rc_context({
-        "font.size": 8, "axes.titlesize": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
+        "font.size": 8, "axes.titlesize": 9, "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
         "axes.prop_cycle": colours, "lines.linewidth": 1.2, "legend.frameon": False, "image.cmap": "viridis", "figure.dpi": 90, "savefig.dpi": 90})
 
 # %% ../../nbs/core/02_viz.ipynb #f4fa6979
@@ -70,7 +70,7 @@ def curves(
         if len(lines) > 1: ax.legend()
     return ax
 
-# %% ../../nbs/core/02_viz.ipynb #46a610a5
+# %% ../../nbs/core/02_viz.ipynb #0580ad8c
 def bars(
     values: dict,  # name -> height
     ylabel: str = "",
@@ -80,7 +80,9 @@ def bars(
     "One bar per name, its value written above it."
     if ax is None: _, ax = figure()
     with _style():
-        ax.bar_label(ax.bar([str(k) for k in values], _numbers([float(v) for v in values.values()])), fmt="%.3g", fontsize=7)
+        heights = [float(v) for v in values.values()]
+        labels = [f"{v:,.0f}" if 1000 <= abs(v) < 1e6 else f"{v:.3g}" for v in heights]
+        ax.bar_label(ax.bar([str(k) for k in values], heights), labels, fontsize=7)
         ax.grid(False, axis="x")
         ax.set(ylabel=ylabel, title=title)
     return ax

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['REPAIRS', 'SUSPECT', 'BREAKS', 'NOTHING', 'LEFTOVER', 'SPACES', 'ODD', 'SKIPPED', 'HIDDEN', 'BLOCKS', 'LINES', 'SKIP',
-           'TEXT', 'BREAK', 'LINE', 'PARAGRAPH', 'KIND', 'ASCII_BLANKS', 'fix_mojibake', 'clean_text', 'html_to_text']
+           'TEXT', 'BREAK', 'LINE', 'PARAGRAPH', 'KIND', 'BLANKS', 'MARKS', 'fix_mojibake', 'clean_text',
+           'html_to_text']
 
 # %% ../../nbs/data/03_clean.ipynb #2f440bf6
 import re
@@ -83,49 +84,41 @@ def clean_text(
     while (cleaned := _clean_once(text)) != text: text = cleaned
     return text
 
-# %% ../../nbs/data/03_clean.ipynb #0e5ac8b3
+# %% ../../nbs/data/03_clean.ipynb #d07ddd35
 SKIPPED = ("script style noscript template head title nav footer aside button select datalist textarea input iframe object "
            "svg canvas audio video dialog")
-HIDDEN = "[hidden],[aria-hidden=true],[role=navigation],[role=contentinfo],[role=search],[role=menu]"
+HIDDEN = "[hidden],[aria-hidden=true],[role=navigation]"
 BLOCKS = "p h1 h2 h3 h4 h5 h6 blockquote section article main header figure table dl details address fieldset hr"
 LINES = "div dt dd caption figcaption summary form legend"
 SKIP, TEXT, BREAK, LINE, PARAGRAPH = -2, -1, 1, 2, 3  # what a node means; the last three are also the strength of a break
 
-# %% ../../nbs/data/03_clean.ipynb #322d32cc
+# %% ../../nbs/data/03_clean.ipynb #93eb2fd3
 class _Page:
     "The text found so far, and the break that is due before the next. A parsed page holds no NUL, so NUL and a letter are a mark."
 
     def __init__(self, hidden):
-        self.parts, self.codes, self.hidden = [], [], hidden
-        self.due, self.breaks = 0, 0  # the break before the next text; breaks made
-        self.lists, self.bullet = [], None  # for each open list its next number or None; the bullet that waits for its text
-        self.row, self.column, self.shown = 0, 0, 0  # the break before a table row's next cell; cells opened; last cell with text
+        self.parts, self.codes, self.hidden, self.due = [], [], hidden, 0
+        self.lists, self.bullet, self.column = [], None, 0  # open lists' next numbers; the bullet that waits for text; cells in this row
 
-    def break_line(self):
-        due, lead = self.bullet or (self.due, "")
-        if self.column > self.shown:
-            due, lead = self.row, " | " * (self.column - max(self.shown, 1)) + lead
-            self.row, self.shown = 0, self.column
-        if due:
-            self.parts.append("\0n\0n" if due == PARAGRAPH else "\0n")
-            self.breaks += 1
-        self.parts.append(lead)
+    def make_break(self):
+        due, bullet = self.bullet or (self.due, "")
+        self.parts += MARKS[due], bullet
         self.due, self.bullet = 0, None
 
-# %% ../../nbs/data/03_clean.ipynb #30a8198f
+# %% ../../nbs/data/03_clean.ipynb #d7d56c1d
 def _walk(page: _Page, node, depth: int = 0):
     "Add the text below `node`; below 200 open elements it is taken flat, so that no page exhausts the stack."
-    child = node.first_child
+    parts, child = page.parts, node.first_child
     while child is not None:
         kind = KIND.get(child.tag_id)
         if kind == TEXT:
             text = child.text_content
-            if not page.due: page.parts.append(text)
+            if not page.due: parts.append(text)
             elif not text.isspace():
-                page.break_line()
-                page.parts.append(text)
+                page.make_break()
+                parts.append(text)
         elif kind == SKIP or page.hidden and child.mem_id in page.hidden: pass
-        elif depth > 200: page.parts.append(child.text(separator=" "))
+        elif depth > 200: _flat(page, child)
         elif kind is None: _walk(page, child, depth + 1)
         elif kind == LINE or kind == PARAGRAPH:
             if kind > page.due: page.due = kind
@@ -134,7 +127,12 @@ def _walk(page: _Page, node, depth: int = 0):
         else: kind(page, child, depth + 1)
         child = child.next
 
-# %% ../../nbs/data/03_clean.ipynb #5125b85d
+# %% ../../nbs/data/03_clean.ipynb #af14eccd
+def _flat(page: _Page, node):
+    node.strip_tags(["script", "style"], recursive=True)
+    page.parts.append(node.text(separator=" "))
+
+
 def _br(page: _Page, node, depth: int):
     page.due = {0: BREAK, BREAK: PARAGRAPH}.get(page.due, page.due)
 
@@ -157,23 +155,28 @@ def _item(page: _Page, node, depth: int):
     page.due = max(page.due, LINE)
     page.bullet = page.due, "\0i" * (len(page.lists) - 1) + ("- " if number is None else f"{number}. ")
     _walk(page, node, depth)
-    page.due, page.bullet = max(page.due, LINE), None
+    if page.bullet is None: page.due = LINE
+    page.bullet = None
 
-# %% ../../nbs/data/03_clean.ipynb #adbe9197
+# %% ../../nbs/data/03_clean.ipynb #4a718ee8
 def _row(page: _Page, node, depth: int):
-    outer = page.row, page.column, page.shown
-    page.row, page.column, page.shown = max(page.due, LINE), 0, 0
+    outer, page.column, page.due = page.column, 0, max(page.due, LINE)
     _walk(page, node, depth)
-    page.row, page.column, page.shown = outer
-    page.due = max(page.due, LINE)
+    page.column, page.due = outer, max(page.due, LINE)
 
 
 def _cell(page: _Page, node, depth: int):
     "Cells of one line stand side by side with bars between, empty ones too; a cell of several lines stands alone."
-    page.column, page.due, breaks = page.column + 1, BREAK, page.breaks + (page.row > 0)
+    if page.column:
+        if page.due: page.make_break()
+        page.parts.append("\0|")
+        page.due = BREAK
+    page.column, start = page.column + 1, len(page.parts)
     _walk(page, node, depth)
-    page.due = 0
-    if page.breaks > breaks: page.row, page.column, page.shown = PARAGRAPH, 0, 0
+    if len(page.parts) > start: page.due = 0
+    elif page.column > 1: page.parts[-1], page.due = "\0-", 0
+    if len(page.parts) > start + 3 and not page.lists and any(mark in page.parts[start + 2:] for mark in MARKS[2:]):
+        page.column, page.due = 0, PARAGRAPH
 
 
 def _code(page: _Page, node, depth: int):
@@ -182,7 +185,7 @@ def _code(page: _Page, node, depth: int):
     code = node.text().strip("\n").rstrip()
     page.due = PARAGRAPH
     if code:
-        page.break_line()
+        page.make_break()
         page.parts.append("\0c")
         page.codes.append(code)
     page.due = PARAGRAPH
@@ -199,15 +202,19 @@ def _kind_by_tag() -> dict:
 
 KIND = _kind_by_tag()
 
-# %% ../../nbs/data/03_clean.ipynb #20079594
-ASCII_BLANKS = bytes.maketrans(b"\t\n\r\f", b"    ")
+# %% ../../nbs/data/03_clean.ipynb #0cd8b14b
+BLANKS = bytes.maketrans(b"\t\n\r\f", b"    ")  # of bytes: much faster than of text
+MARKS = ["", "\0n", "\0n", "\0n\0n"]  # by strength of the break
 
 
 def _lay_out(page: _Page) -> str:
     "Blanks made one, marks made line ends, code put back; all in a few passes of C."
-    data = "".join(page.parts).encode().translate(ASCII_BLANKS)
-    while b"  " in data: data = data.replace(b"  ", b" ")
-    text = data.decode().replace(" \0", "\0").replace("\0n ", "\0n").replace("\0i", "  ").replace("\0n", "\n").strip(" \n")
+    text = "".join(page.parts).encode().translate(BLANKS).decode()
+    text = re.sub("  +", " ", text).replace(" \0", "\0").replace("\0n ", "\0n").replace("\0i", "  ")
+    if "\0|" in text or "\0-" in text:
+        text = re.sub("\0\\|(?:\0n)*", " | ", text).replace("\0-", " | ")
+        text = re.sub("\0n(?: \\| ?)+(?=\0n|\\Z)", "", text)  # a row without text
+    text = text.replace("\0n | ", "\0n| ").replace(" \0n", "\0n").replace("\0n", "\n").strip(" \n")
     if not page.codes: return text
     pieces = text.split("\0c")
     return pieces[0] + "".join(code + piece for code, piece in zip(page.codes, pieces[1:], strict=True))
@@ -219,8 +226,8 @@ def html_to_text(
     "The text that a reader of the page would call its text: without scripts, menus, footers and what is hidden."
     try: data = html.encode()
     except UnicodeEncodeError: data = re.sub("[\ud800-\udfff]", "\ufffd", html).encode()
-    tree, words = LexborHTMLParser(data), data.lower()
+    tree = LexborHTMLParser(data)
     if tree.body is None: return ""
-    page = _Page({node.mem_id for node in tree.css(HIDDEN)} if b"hidden" in words or b"role" in words else ())
+    page = _Page({node.mem_id for node in tree.css(HIDDEN)})
     _walk(page, tree.body)
     return _lay_out(page)

@@ -36,12 +36,12 @@ class Document:
         "The same document with another text."
         return replace(self, text=text)
 
-# %% ../../nbs/data/01_document.ipynb #684e0c6b
+# %% ../../nbs/data/01_document.ipynb #a4359945
 def _decode(
     data: bytes,  # one unit of a file: a line, or all of it
     errors: str,  # "replace", "strict" or "drop"
     where: dict,  # file, line, offset of the unit
-    report: list,
+    report: list,  # collects what was found
 ) -> str | None:  # None when the unit is dropped
     "UTF-8 to text; broken bytes are counted and dealt with as `errors` says."
     try: return data.decode("utf-8")
@@ -54,27 +54,26 @@ def _decode(
     report.append(where)
     return data.decode("utf-8", "replace") if errors == "replace" else None
 
-# %% ../../nbs/data/01_document.ipynb #f4846e19
+# %% ../../nbs/data/01_document.ipynb #9cb14569
 def _open(path: Path):
-    "A file's bytes as a stream, decompressed when its name ends in .gz, a UTF-8 byte-order mark taken off."
-    handle = gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
-    handle = io.BufferedReader(handle) if path.suffix == ".gz" else handle
+    "A file's bytes as a stream, decompressed when its name ends in .gz, without a UTF-8 byte-order mark; and how many bytes that was."
+    handle = io.BufferedReader(gzip.open(path, "rb")) if path.suffix == ".gz" else open(path, "rb")
     head = handle.peek(64)[:64]
     if head[:2] in (b"\xff\xfe", b"\xfe\xff") and b"\0" in head:
         handle.close()
         raise ValueError(f"{path}: looks like UTF-16; convert it to UTF-8 first, for example with iconv")
-    skipped = 3 if head.startswith(b"\xef\xbb\xbf") else 0
-    handle.read(skipped)
-    return handle, skipped
+    mark = 3 if head.startswith(b"\xef\xbb\xbf") else 0
+    handle.read(mark)
+    return handle, mark
 
-# %% ../../nbs/data/01_document.ipynb #8d426959
+
 def _lines(handle, offset: int):
-    "Number, byte offset and bytes of each line; a line ends at LF, which no UTF-8 character contains."
+    "Number, byte offset and bytes of each line; a line ends at LF, which is part of no other UTF-8 character."
     for number, line in enumerate(handle, 1):
         yield number, offset, line
         offset += len(line)
 
-
+# %% ../../nbs/data/01_document.ipynb #6fd3bddd
 def _read_text(handle, offset: int, name: str, errors: str, report: list) -> str:
     "A whole file as text: broken lines by the policy, every line end a single LF."
     data = handle.read()
@@ -116,7 +115,12 @@ def _mend_surrogates(doc: Document, errors: str, where: dict, report: list) -> D
     report.append({**where, "count": count, "problem": "lone surrogates"})
     return doc.with_text(re.sub("[\ud800-\udfff]", "\ufffd", doc.text)) if errors == "replace" else None
 
-# %% ../../nbs/data/01_document.ipynb #35383d6c
+# %% ../../nbs/data/01_document.ipynb #e6536919
+def _stem(path: Path) -> str:
+    "A file's name without .gz, so that packing a file does not rename its documents."
+    return path.name.removesuffix(".gz")
+
+
 def _read_json(handle, offset: int, path: Path, errors: str, report: list, text_key: str, by_line: bool):
     "Documents of a JSON Lines file (one a line), or of a JSON file (a record, or a list of them)."
     units = _lines(handle, offset) if by_line else [(1, offset, handle.read())]
@@ -125,18 +129,14 @@ def _read_json(handle, offset: int, path: Path, errors: str, report: list, text_
         text = _decode(data, errors, where, report)
         if text is None or not text.strip(): continue
         value = _parse(text, str(path), number)
-        for i, record in enumerate(value if isinstance(value, list) and not by_line else [value], 1):
-            doc = _record(record, f"{_stem(path)}:{number if by_line else i}", text_key, f"{path}, {'line' if by_line else 'record'} "
-                          f"{number if by_line else i}")
-            doc = _mend_surrogates(doc, errors, where, report) if "\\u" in text else doc
+        records = [value] if by_line or not isinstance(value, list) else value
+        for i, record in enumerate(records, number):
+            name = f'{path}, {"line" if by_line else "record"} {i}'
+            doc = _record(record, f"{_stem(path)}:{i}", text_key, name)
+            if "\\u" in text: doc = _mend_surrogates(doc, errors, where, report)
             if doc is not None: yield doc
 
-# %% ../../nbs/data/01_document.ipynb #4299c316
-def _stem(path: Path) -> str:
-    "A file's name without .gz, so that packing a file does not rename its documents."
-    return path.name.removesuffix(".gz")
-
-
+# %% ../../nbs/data/01_document.ipynb #9f9f5e93
 def file_format(
     path,  # a file's name
 ) -> str | None:  # "jsonl", "json", "html" or "text"; None for a name that no reader knows
@@ -145,22 +145,7 @@ def file_format(
     known = {".jsonl": "jsonl", ".json": "json", ".html": "html", ".htm": "html"}
     return known.get(suffix, "text" if suffix in (".txt", ".md", ".rst", ".py") else None)
 
-# %% ../../nbs/data/01_document.ipynb #3b04305e
-def read_documents(
-    path,  # .jsonl .json .txt .md .rst .py .html .htm, each also packed as .gz
-    errors: str = "replace",  # broken bytes: "replace" by U+FFFD, "strict" raises, "drop" leaves out the line that holds them
-    report: list | None = None,  # collects a dict for each broken line: file, line, offset, count, problem
-    text_key: str = "text",  # where a JSON record keeps its text
-) -> Iterator[Document]:
-    "The documents of one file: a record each from JSON, the whole file otherwise; blank files and lines hold none."
-    path, report = Path(path), [] if report is None else report
-    if errors not in ("replace", "strict", "drop"): raise ValueError(f'errors={errors!r}: choose "replace", "strict" or "drop"')
-    format = file_format(path)
-    if format is None: raise ValueError(f"{path}: no reader for this kind of file; rename it to .txt, .md, .html, .json or .jsonl")
-    if not path.is_file(): raise ValueError(f"{path}: no such file")
-    return _read(path, format, errors, report, text_key)
 
-# %% ../../nbs/data/01_document.ipynb #3fccb4a1
 def _read(path: Path, format: str, errors: str, report: list, text_key: str) -> Iterator[Document]:
     try:
         handle, offset = _open(path)
@@ -172,6 +157,21 @@ def _read(path: Path, format: str, errors: str, report: list, text_key: str) -> 
             if text.strip(): yield Document(text, _stem(path), {"path": path.name, "format": format})
     except (EOFError, gzip.BadGzipFile, zlib.error) as e:
         raise ValueError(f"{path}: damaged or cut gzip file ({e}); fetch or pack it again") from None
+
+# %% ../../nbs/data/01_document.ipynb #42089ea2
+def read_documents(
+    path,  # .jsonl .json .txt .md .rst .py .html .htm, each also packed as .gz
+    errors: str = "replace",  # broken bytes: "replace" by U+FFFD, "strict" raises, "drop" leaves out the line that holds them
+    report: list | None = None,  # collects a dict for each broken line: file, line, offset, count, problem
+    text_key: str = "text",  # where a JSON record keeps its text
+) -> Iterator[Document]:
+    "The documents of one file: a record each from JSON, the whole file otherwise; blank files and lines hold none."
+    path, report = Path(path), [] if report is None else report
+    format = file_format(path)
+    if errors not in ("replace", "strict", "drop"): raise ValueError(f'errors={errors!r}: choose "replace", "strict" or "drop"')
+    if format is None: raise ValueError(f"{path}: no reader for this kind of file; rename it to .txt, .md, .html, .json or .jsonl")
+    if not path.is_file(): raise ValueError(f"{path}: no such file")
+    return _read(path, format, errors, report, text_key)
 
 # %% ../../nbs/data/01_document.ipynb #c57b69e6
 def write_documents(

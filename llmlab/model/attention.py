@@ -50,7 +50,7 @@ def attention_weights(
     weights = (scores + bias).softmax(-1)
     return weights if mask is None else weights.masked_fill(blind, 0)
 
-# %% ../../nbs/model/02_attention.ipynb #6155fee9
+# %% ../../nbs/model/02_attention.ipynb #f51fa868
 def manual_attention(
     q: Tensor,  # (B,H,T,D) queries
     k: Tensor,  # (B,Hkv,S,D) keys; Hkv divides H
@@ -58,11 +58,11 @@ def manual_attention(
     mask: Tensor = None,  # bool, broadcastable to (B,H,T,S), True = may attend; None is causal
     dropout: float = 0.0,  # share of weights set to zero
 ) -> Tensor:  # (B,H,T,D)
-    "The formula as three matrix operations; every weight is held in memory."
+    "The formula as matrix operations; every weight is held in memory."
     weights = F.dropout(attention_weights(q, k, mask), dropout)
     return weights @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
-# %% ../../nbs/model/02_attention.ipynb #9850e28c
+# %% ../../nbs/model/02_attention.ipynb #d34d8823
 def fused_attention(
     q: Tensor,  # (B,H,T,D) queries
     k: Tensor,  # (B,Hkv,S,D) keys; Hkv divides H
@@ -74,13 +74,13 @@ def fused_attention(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
                                           enable_gqa=q.shape[1] != k.shape[1])
 
-# %% ../../nbs/model/02_attention.ipynb #28885215
+
 def fused_fp32_attention(q, k, v, mask=None, dropout=0.0):  # as fused_attention
-    "The fused kernel in float32 inside, for low-precision inputs."
+    "The fused kernel in float32, for inputs of lower precision."
     with torch.autocast(q.device.type, enabled=False):
         return fused_attention(q.float(), k.float(), v.float(), mask, dropout).to(q.dtype)
 
-# %% ../../nbs/model/02_attention.ipynb #1c657a17
+# %% ../../nbs/model/02_attention.ipynb #f707fd4a
 @torch.compiler.assume_constant_result
 def cpu_has_bf16() -> bool:
     "Whether this CPU multiplies bfloat16 numbers in hardware."
@@ -88,8 +88,8 @@ def cpu_has_bf16() -> bool:
 
 
 def choose_kernel(
-    device: str,  # "cpu", "cuda", ...
-    dtype: torch.dtype,  # of queries, keys and values
+    device: str,  # type of device: "cpu", "cuda", ...
+    dtype: torch.dtype,  # of the queries
 ) -> Callable:  # one of the equal ways: (q, k, v, mask, dropout) -> (B,H,T,D)
     "The fastest way to the same result on a device and in a precision."
     if device != "cpu" or dtype not in (torch.bfloat16, torch.float16): return fused_attention
@@ -121,7 +121,17 @@ class Where:
     mask: Tensor = None  # bool, broadcastable to (B,H,T,S), True = may attend; None is plain causal
     cache: object = None  # has update(layer, k, v) -> (k, v) with all keys and values so far; None keeps nothing
 
-# %% ../../nbs/model/02_attention.ipynb #62f5b824
+# %% ../../nbs/model/02_attention.ipynb #ccb5256f
+def _head_sizes(hidden_size, num_heads, num_kv_heads, head_dim):
+    "Key heads and head width, the ones that were left open filled in."
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"num_heads {num_heads} is no multiple of num_kv_heads {num_kv_heads}: each key head serves equally many queries")
+    if head_dim is None and hidden_size % num_heads:
+        raise ValueError(f"hidden_size {hidden_size} is no multiple of num_heads {num_heads}; change one of them, or give head_dim")
+    return num_kv_heads, hidden_size // num_heads if head_dim is None else head_dim
+
+# %% ../../nbs/model/02_attention.ipynb #c0291403
 class Attention(nn.Module):
     "Multi-head attention with grouped key and value heads, without biases."
 
@@ -134,24 +144,15 @@ class Attention(nn.Module):
         dropout: float = 0.0,  # share of attention weights set to zero in training
     ):
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(f"num_heads {num_heads} is no multiple of num_kv_heads {num_kv_heads}")
-        if head_dim is None and hidden_size % num_heads:
-            raise ValueError(f"hidden_size {hidden_size} is no multiple of num_heads {num_heads}; change one, or give head_dim")
+        num_kv_heads, self.head_dim = _head_sizes(hidden_size, num_heads, num_kv_heads, head_dim)
         if not 0 <= dropout < 1: raise ValueError(f"dropout {dropout} must lie in [0, 1)")
-        self.head_dim, self.dropout = head_dim or hidden_size // num_heads, dropout
+        self.dropout = dropout
         self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=False)
 
-    def forward(
-        self,
-        x: Tensor,  # (B,T,C)
-        where: Where,  # rotation, mask and cache of these tokens
-        layer: int = 0,  # which block this is, for the cache
-    ) -> Tensor:  # (B,T,C)
+    def forward(self, x: Tensor, where: Where, layer: int = 0) -> Tensor:  # (B,T,C) -> (B,T,C); `layer` is for the cache
         heads = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B,T,H*D) -> (B,H,T,D)
         q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
         if where.rotate is not None: q, k = where.rotate(q, k)

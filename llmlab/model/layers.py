@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .attention import Attention, Where
 
-# %% ../../nbs/model/04_layers.ipynb #10415113
+# %% ../../nbs/model/04_layers.ipynb #6bcbab98
 class RMSNorm(nn.Module):
     "Divide each token's vector by its root mean square, then scale each channel by a learned weight."
 
@@ -24,17 +24,17 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(hidden_size)), eps
 
-    def forward(self, x: Tensor) -> Tensor:  # (...,C) -> (...,C)
+    def forward(self, x: Tensor) -> Tensor:  # (...,C) -> (...,C), dtype of x
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
-# %% ../../nbs/model/04_layers.ipynb #0f24634e
+# %% ../../nbs/model/04_layers.ipynb #d674794a
 class MLP(nn.Module):
-    "SwiGLU: one projection, passed through SiLU, gates another; a third brings the product back."
+    "SwiGLU: one projection, through SiLU, gates another; a third brings the product back."
 
     def __init__(
         self,
         hidden_size: int,  # C
-        intermediate_size: int,  # width inside; 8/3 of C holds as many weights as an ungated MLP of 4 C
+        intermediate_size: int,  # width inside; at 8/3 of C it has as many weights as an ungated network of 4 C
     ):
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
@@ -44,9 +44,9 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (...,C) -> (...,C)
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
-# %% ../../nbs/model/04_layers.ipynb #fd8a03aa
+# %% ../../nbs/model/04_layers.ipynb #6066f8cc
 class Block(nn.Module):
-    "One layer: attention, then MLP, each normed before and added to what it read."
+    "One layer: attention, then the MLP, each normed before and added to what it read."
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Block(nn.Module):
         num_kv_heads: int,  # heads of keys and values; None is H
         intermediate_size: int,  # width inside the MLP
         norm_eps: float = 1e-5,
-        dropout: float = 0.0,  # of what each half adds, in training
+        dropout: float = 0.0,  # share of what each half adds that is set to zero in training
     ):
         super().__init__()
         self.attention_norm = RMSNorm(hidden_size, norm_eps)
@@ -64,11 +64,6 @@ class Block(nn.Module):
         self.mlp = MLP(hidden_size, intermediate_size)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self,
-        x: Tensor,  # (B,T,C)
-        where: Where,  # rotation, mask and cache of these tokens
-        layer: int = 0,  # which block this is, for the cache
-    ) -> Tensor:  # (B,T,C)
+    def forward(self, x: Tensor, where: Where, layer: int = 0) -> Tensor:  # (B,T,C) -> (B,T,C); `layer` is for the cache
         x = x + self.dropout(self.attention(self.attention_norm(x), where, layer))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))

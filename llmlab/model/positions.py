@@ -11,40 +11,42 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# %% ../../nbs/model/03_positions.ipynb #f03a7486
+# %% ../../nbs/model/03_positions.ipynb #4e270dc1
 def rope_tables(
     positions: Tensor,  # (T,) or (B,T) int64: position of each token within its document
     head_dim: int,  # D, even
-    theta: float = 10000.0,  # base of the wavelengths
+    theta: float = 10000.0,  # base of the wavelengths: larger turns the slow pairs more slowly
     dtype: torch.dtype = torch.float32,  # of the tables; float64 for exact comparisons
 ) -> tuple[Tensor, Tensor]:  # cos and sin, each (T,D) or (B,T,D)
-    "Cosine and sine of each position's angle, for each pair of channels."
+    "Cosine and sine of each position's angle, for each channel."
     if head_dim < 2 or head_dim % 2: raise ValueError(f"head_dim {head_dim} must be even: rotary turns pairs of channels")
-    pairs = torch.arange(0, head_dim, 2, dtype=dtype, device=positions.device)
-    speed = 1.0 / theta ** (pairs / head_dim)  # (D/2,) radians per position
-    angle = positions[..., None].to(dtype) * speed
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"tables in {dtype} lose their positions; make them in float32, whatever the model's type")
+    pairs = torch.arange(0, head_dim, 2, dtype=dtype, device=positions.device) / head_dim
+    angle = positions[..., None].to(dtype) * (1.0 / theta**pairs)  # (...,D/2)
     angle = torch.cat([angle, angle], -1)
     return angle.cos(), angle.sin()
 
-# %% ../../nbs/model/03_positions.ipynb #c9982acc
+# %% ../../nbs/model/03_positions.ipynb #05f223c1
 def apply_rope(
-    x: Tensor,  # (B,H,T,D)
+    x: Tensor,  # (B,H,T,D) queries or keys
     cos: Tensor,  # (T,D) or (B,T,D)
     sin: Tensor,  # the same shape
 ) -> Tensor:  # (B,H,T,D), dtype of x
-    "Rotate channel i together with channel i + D/2, by the angle of the token's position."
-    if cos.shape[-2:] != x.shape[-2:]: raise ValueError(f"tables for (T,D) {tuple(cos.shape[-2:])}, but x has {tuple(x.shape[-2:])}")
-    cos, sin = (t.unsqueeze(-3) for t in (cos, sin))  # the same for every head
+    "Turn channel i together with channel i + D/2, by the angle of the token's position."
+    if cos.shape[-2:] != x.shape[-2:]:
+        raise ValueError(f"tables for (T,D) = {tuple(cos.shape[-2:])}, but x has {tuple(x.shape[-2:])}: one position for each token")
+    cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)  # the same for every head
     first, second = x.chunk(2, -1)
     return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
 
-# %% ../../nbs/model/03_positions.ipynb #cc89e947
+# %% ../../nbs/model/03_positions.ipynb #1b423a87
 def rotary(
     positions: Tensor,  # (T,) or (B,T) int64: position of each token within its document
     head_dim: int,  # D, even
     theta: float = 10000.0,  # base of the wavelengths
     dtype: torch.dtype = torch.float32,  # of the tables
-) -> Callable:  # (q,k) -> (q,k), both (B,heads,T,D)
-    "The rotation of one forward pass: tables made once, used by every layer."
+) -> Callable:  # (q, k) -> (q, k), both (B,heads,T,D)
+    "The turn of one forward pass: tables made once, used by every layer."
     cos, sin = rope_tables(positions, head_dim, theta, dtype)
     return lambda q, k: (apply_rope(q, cos, sin), apply_rope(k, cos, sin))

@@ -106,7 +106,7 @@ def check_ids(
         raise ValueError(f"token id {bad} lies outside the vocabulary 0..{config.vocab_size - 1}; was the text encoded by another tokenizer?")
     return ids
 
-# %% ../../nbs/model/05_transformer.ipynb #0198213d
+# %% ../../nbs/model/05_transformer.ipynb #546fd6be
 def plain_causal(
     doc_ids: Tensor,  # (B,T) int64, -1 for padding; or None
 ) -> bool:
@@ -121,15 +121,14 @@ def make_where(
     batch: Batch,
     config: ModelConfig,
     dtype: torch.dtype = torch.float32,  # of the weights; rotary tables are at least float32
-    cache=None,  # keeps earlier tokens: has positions(t), mask(t), update(layer, k, v), advance(t)
+    cache=None,  # keeps earlier tokens, so it knows where new ones are: has where(t), update(layer, k, v), advance(t)
 ) -> Where:
     "Positions to rotations, documents to a mask: made once per forward pass, read by every block."
-    T = batch.ids.shape[1]
-    positions, mask = batch.positions, None
-    if cache is not None: positions, mask = cache.positions(T), cache.mask(T)
-    elif not plain_causal(batch.doc_ids): mask = document_mask(batch.doc_ids)
+    T, positions = batch.ids.shape[1], batch.positions
+    if cache is not None: return cache.where(T)
+    mask = None if plain_causal(batch.doc_ids) else document_mask(batch.doc_ids)
     if positions is None: positions = torch.arange(T, device=batch.ids.device)
-    return Where(rotary(positions, config.head_dim, config.rope_theta, torch.promote_types(dtype, torch.float32)), mask, cache)
+    return Where(rotary(positions, config.head_dim, config.rope_theta, torch.promote_types(dtype, torch.float32)), mask)
 
 # %% ../../nbs/model/05_transformer.ipynb #b56dc593
 @torch.no_grad()

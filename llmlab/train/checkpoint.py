@@ -159,7 +159,7 @@ def _header(tensors):
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, [t for _, t in order]
 
-# %% ../../nbs/train/06_checkpoint.ipynb #bd052513
+# %% ../../nbs/train/06_checkpoint.ipynb #df877e7b
 def _pieces(tensors, size=8 << 20):
     "The bytes of a safetensors file, in pieces that one thread can write while another hashes them."
     head, order = _header(tensors)
@@ -174,11 +174,11 @@ def _write(path, pieces):
     digest = hashlib.sha256()
     with open(path, "wb") as f, ThreadPoolExecutor(1) as hasher:
         for piece in pieces:
-            job = hasher.submit(digest.update, piece)
+            hashed = hasher.submit(digest.update, piece)
             f.write(piece)
-            job.result()
         f.flush()
         os.fsync(f.fileno())
+        hashed.result()
         return {"bytes": f.tell(), "sha256": digest.hexdigest()}
 
 # %% ../../nbs/train/06_checkpoint.ipynb #b8e4568f

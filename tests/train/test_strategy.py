@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from train_lab import Given, given, model, one_weight, random_batch, trainer
+from train_lab import Given, columns, given, model, one_weight, random_batch, trainer
 
 from llmlab.core.launch import launch
 from llmlab.core.reduce import Term
@@ -25,7 +25,7 @@ def gradients(micro_batches, dtype=torch.float64, objective=None):
     s, objective = ready(model(dropout=0.0, dtype=dtype)), objective or NextToken()
     counts = s.count(objective, micro_batches)
     terms = s.forward_backward(objective, micro_batches, counts)
-    return float(terms["loss"].sum / terms["loss"].count), {n: p.grad.clone() for n, p in s.model.named_parameters()}
+    return terms["loss"].sum / terms["loss"].count, {n: p.grad.clone() for n, p in s.model.named_parameters()}
 
 
 SPLITS = {"8x1": [1] * 8, "4x2": [2] * 4, "3+5": [3, 5], "1x8": [8]}
@@ -38,7 +38,7 @@ def test_every_split_gives_the_same_gradient(name, parity):
     logits = model(dropout=0.0, dtype=torch.float64)
     loss = torch.nn.functional.cross_entropy(logits(batch.ids)[batch.loss_mask], batch.targets[batch.loss_mask])
     loss.backward()
-    reference = loss.item(), {n: p.grad for n, p in logits.named_parameters()}
+    reference = loss, {n: p.grad for n, p in logits.named_parameters()}
     micro_batches = [batch[i - n:i] for n, i in zip(SPLITS[name], torch.tensor(SPLITS[name]).cumsum(0).tolist(), strict=True)]
     assert sum(map(len, micro_batches)) == 8 and max_diff(gradients(micro_batches), whole) < 1e-10
     parity(f"loss and gradients, 8 sequences as {name}", "llmlab.train.strategy", "torch cross_entropy over all 8", torch.__version__,
@@ -206,7 +206,8 @@ def test_two_processes_continue_what_one_began(two, alone, parity):
     assert [r["resumed at"] for r in two] == [6, 6]
     assert two[0]["rows"] == two[1]["rows"] == t.loader.seen[6:], "the same rows at the same update, whatever the number of processes"
     assert max_diff(two[0]["weights"], two[1]["weights"]) == 0
-    worst = max(max_diff(two[0]["history"], t.monitor.history), max_diff(two[0]["weights"], {n: t.model.get_parameter(n) for n in names}))
+    there = {n: t.model.get_parameter(n) for n in names}
+    worst = max(max_diff(columns(two[0]["history"]), columns(t.monitor.history)), max_diff(two[0]["weights"], there))
     parity("6 updates on 1 process, 4 more on 2", "llmlab.train.trainer", "10 on one process", torch.__version__, worst, 1e-10)
 
 

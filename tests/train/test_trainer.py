@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from train_lab import Given, Recorder, given, memory, model, one_weight, random_batch, stream, trainer, weights
+from train_lab import Given, Recorder, columns, given, memory, model, one_weight, random_batch, stream, trainer, weights
 
 from llmlab.core.util import max_diff
 from llmlab.data.packing import Loader
@@ -34,9 +34,9 @@ def test_equal_to_a_loop_by_hand(parity):
             group["lr"] = 1e-2 * ((step + 1) / 2 if step < 2 else 1 if step <= 6 else 1 - 0.98 * (step - 6) / 4)
         optimizer.step()
         losses.append(loss.item())
-    mine = {k: [r[k] for r in history] for k in ("loss", "grad_norm")}
+    theirs = columns([{"loss": a, "grad_norm": b} for a, b in zip(losses, norms, strict=True)], ("loss", "grad_norm"))
     parity("10 updates, accumulation 2: loss, gradient norm", "llmlab.train.trainer", "torch loop on whole batches", torch.__version__,
-           max_diff(mine, {"loss": losses, "grad_norm": norms}), 1e-10)
+           max_diff(columns(history, theirs), theirs), 1e-10)
     parity("10 updates, accumulation 2: weights", "llmlab.train.trainer", "torch loop on whole batches", torch.__version__,
            max_diff(dict(t.model.named_parameters()), dict(m.named_parameters())), 1e-10)
 

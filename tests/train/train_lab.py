@@ -48,6 +48,11 @@ def trainer(folder=None, updates=10, seed=0, rows=4, micro_rows=2, dtype=torch.f
     return Trainer(model(seed, dropout, dtype), NextToken(), loader, config, folder=folder, **more)
 
 
+def columns(history, names=("loss", "grad_norm", "lr")):
+    "A record as float64 tensors, to be compared to the last digit."
+    return {n: torch.tensor([row[n] for row in history], dtype=torch.float64) for n in names}
+
+
 def weights(t):
     return {n: p.detach().clone() for n, p in t.strategy.state()["model"].items()}
 
