@@ -68,17 +68,16 @@ def _unsendable(name, value, seen=()):
         inner = (_unsendable(name + k, v, (*seen, id(value))) for k, v in _parts(value).items())
         return next(filter(None, inner), f"{name} is a {type(value).__name__} ({e})")
 
-# %% ../../nbs/core/07_launch.ipynb #a8bdc629
+# %% ../../nbs/core/07_launch.ipynb #5786a69b
 def _pack(f, args):
     "Function and arguments as bytes, by value, with the source lines of cells, so that a traceback can show them."
     cells = {k: (v[0], None, v[2], v[3]) for k, v in linecache.cache.items() if len(v) == 4 and not os.path.exists(k)}
     try: return _dumps((f, args, cells))
     except Exception as e:
         name = getattr(f, "__name__", repr(f))
-        try: names = [f"argument {k!r} of {name}()" for k in inspect.signature(f).parameters]
-        except (TypeError, ValueError): names = []
-        names += [f"argument {i} of {name}()" for i in range(len(names), len(args))]
-        found = [_unsendable(f"{name}()", f), *map(_unsendable, names, args)]
+        try: sent = inspect.signature(f).bind(*args).arguments
+        except (TypeError, ValueError): sent = dict(enumerate(args))
+        found = [_unsendable(f"{name}()", f), *(_unsendable(f"argument {k!r} of {name}()", v) for k, v in sent.items())]
         said = next(filter(None, found), f"{name}() or one of its arguments: {e}")
         raise TypeError(f"cannot be sent to another process: {said}. Make it inside the function, or send what it is made from.") from None
 

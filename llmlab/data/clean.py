@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REPAIRS', 'SUSPECT', 'BREAKS', 'NOTHING', 'LEFTOVER', 'SPACES', 'ODD', 'SKIPPED', 'HIDDEN', 'BLOCKS', 'LINES', 'SKIP',
-           'TEXT', 'BREAK', 'LINE', 'PARAGRAPH', 'KIND', 'BLANKS', 'MARKS', 'fix_mojibake', 'clean_text',
+           'TEXT', 'BREAK', 'LINE', 'PARAGRAPH', 'KIND', 'BLANKS', 'MARKS', 'fix_mojibake', 'clean_text', 'damage',
            'html_to_text']
 
 # %% ../../nbs/data/03_clean.ipynb #2f440bf6
@@ -15,13 +15,13 @@ import ftfy
 from ftfy.badness import MOJIBAKE_CATEGORIES
 from selectolax.lexbor import LexborHTMLParser
 
-# %% ../../nbs/data/03_clean.ipynb #5169cef7
+# %% ../../nbs/data/03_clean.ipynb #90332b98
 REPAIRS = ftfy.TextFixerConfig(
     unescape_html=False, remove_terminal_escapes=False, fix_latin_ligatures=False, fix_character_width=False,
     uncurl_quotes=False, fix_line_breaks=False, remove_control_chars=False, normalization=None, explain=False,
 )  # what stays on: fix_encoding, fix_c1_controls, fix_surrogates
 
-
+# %% ../../nbs/data/03_clean.ipynb #dda16583
 def _suspect_pattern(kinds: dict):
     "A pattern that finds something in every line on which ftfy may act: it is wider than ftfy's own, and tests characters in one class."
     of = lambda *names: "".join(kinds[name] for name in names)
@@ -59,7 +59,7 @@ SPACES = re.compile("[\xa0\u1680\u2000-\u200a\u202f\u205f]")
 ODD = re.compile("[\x00-\x08\x0b-\x1f\x7f-\xa0\xad\u061c\u1680\u180e\u2000-\u200f\u2028-\u202f\u205f-\u206f"
                  "\ufdd0-\ufdef\ufeff\ufff9-\uffff\U000e0000-\U000e007f]")  # any of the above
 
-# %% ../../nbs/data/03_clean.ipynb #730e5674
+# %% ../../nbs/data/03_clean.ipynb #28a33ed8
 def _tidy_lines(text: str) -> str:
     "No blanks at line ends, at most two blank lines together, none at the start or the end."
     if " \n" in text or "\t\n" in text or "\u3000\n" in text:
@@ -67,7 +67,7 @@ def _tidy_lines(text: str) -> str:
     if "\n\n\n\n" in text: text = re.sub("\n{4,}", "\n\n\n", text)
     return text.rstrip(" \t\n\u3000").lstrip("\n") if text[:1] == "\n" or text[-1:] in (" ", "\t", "\n", "\u3000") else text
 
-
+# %% ../../nbs/data/03_clean.ipynb #fffdd914
 def _clean_once(text: str) -> str:
     "One round of every step, in the only order in which no step hides damage from the next."
     odd = ODD.search(text)
@@ -83,6 +83,19 @@ def clean_text(
     "Text without damage: line ends, byte-order marks, controls, invisible characters, mojibake, NFC, trailing blanks, many blank lines."
     while (cleaned := _clean_once(text)) != text: text = cleaned
     return text
+
+# %% ../../nbs/data/03_clean.ipynb #83a15137
+def damage(
+    text: str,  # any text
+) -> dict:  # kind of damage -> how often
+    "What `clean_text` would repair in a text, counted by kind."
+    once = BREAKS.sub("\n", text)
+    plain = unicodedata.normalize("NFC", NOTHING.sub("", once))
+    lines = [line for line in plain.split("\n") if not line.isascii()]
+    return {"line ends": len(BREAKS.findall(text)), "invisible": len(NOTHING.findall(once)), "odd spaces": len(SPACES.findall(plain)),
+            "mojibake lines": sum(fix_mojibake(line) != line for line in lines),
+            "not NFC": int(not unicodedata.is_normalized("NFC", text)),
+            "blanks at line ends": len(re.findall("[ \t\u3000]\n", once)), "many blank lines": once.count("\n\n\n\n")}
 
 # %% ../../nbs/data/03_clean.ipynb #d07ddd35
 SKIPPED = ("script style noscript template head title nav footer aside button select datalist textarea input iframe object "
@@ -158,7 +171,7 @@ def _item(page: _Page, node, depth: int):
     if page.bullet is None: page.due = LINE
     page.bullet = None
 
-# %% ../../nbs/data/03_clean.ipynb #4a718ee8
+# %% ../../nbs/data/03_clean.ipynb #0a7865f9
 def _row(page: _Page, node, depth: int):
     outer, page.column, page.due = page.column, 0, max(page.due, LINE)
     _walk(page, node, depth)
@@ -178,7 +191,7 @@ def _cell(page: _Page, node, depth: int):
     if len(page.parts) > start + 3 and not page.lists and any(mark in page.parts[start + 2:] for mark in MARKS[2:]):
         page.column, page.due = 0, PARAGRAPH
 
-
+# %% ../../nbs/data/03_clean.ipynb #eb0862d8
 def _code(page: _Page, node, depth: int):
     "Preformatted text is set aside with all its blanks, and put back when the blanks around it have been made one."
     for br in node.css("br"): br.insert_before("\n")
@@ -202,7 +215,7 @@ def _kind_by_tag() -> dict:
 
 KIND = _kind_by_tag()
 
-# %% ../../nbs/data/03_clean.ipynb #0cd8b14b
+# %% ../../nbs/data/03_clean.ipynb #09750c6c
 BLANKS = bytes.maketrans(b"\t\n\r\f", b"    ")  # of bytes: much faster than of text
 MARKS = ["", "\0n", "\0n", "\0n\0n"]  # by strength of the break
 
@@ -219,7 +232,7 @@ def _lay_out(page: _Page) -> str:
     pieces = text.split("\0c")
     return pieces[0] + "".join(code + piece for code, piece in zip(page.codes, pieces[1:], strict=True))
 
-
+# %% ../../nbs/data/03_clean.ipynb #47cf0e96
 def html_to_text(
     html: str,  # a page, or a piece of one
 ) -> str:  # a blank line between paragraphs, headings, lists, tables and code

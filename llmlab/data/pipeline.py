@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Drop', 'StageReport', 'Step', 'CorpusStep', 'Pipeline', 'clean_step', 'min_chars', 'dedup_step', 'report_table',
-           'waterfall', 'tie', 'split_holdout']
+           'waterfall', 'tie', 'split_holdout', 'leak_rate']
 
-# %% ../../nbs/data/07_pipeline.ipynb #677f12a3
+# %% ../../nbs/data/07_pipeline.ipynb #239baf9d
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,10 +19,10 @@ from ..core.streams import derive
 from ..core.util import content_hash, table
 from ..core.viz import figure
 from .clean import clean_text, html_to_text
-from .dedup import DedupResult, merge, minhash_dedup
+from .dedup import DedupResult, candidate_pairs, choose_bands, exact_dedup, merge, minhash_dedup, pair_similarity, sketch
 from .document import Document
 
-# %% ../../nbs/data/07_pipeline.ipynb #8672a99c
+# %% ../../nbs/data/07_pipeline.ipynb #d7c9014e
 @dataclass(frozen=True)
 class Drop:
     "What a step returns instead of a document that goes."
@@ -43,17 +43,17 @@ class StageReport:
 
     @property
     def chars_edited(self) -> int:
-        "Characters that went from documents that stay (negative: that were added)."
+        "Characters taken out of documents that stay (negative: added to them)."
         return self.chars_in - self.chars_out - self.dropped_chars.total()
 
     def check(self):
         "The account must balance."
         assert self.docs_in == self.docs_out + self.dropped.total(), f"step {self.name!r} lost count: {self}"
 
-# %% ../../nbs/data/07_pipeline.ipynb #3d873aff
+# %% ../../nbs/data/07_pipeline.ipynb #69dac88a
 @dataclass(frozen=True)
 class Step:
-    "A step on one document: `f(document) -> Document | Drop`; a plain function is one under its own name."
+    "A step on one document: `f(document) -> Document | Drop`."
     name: str
     f: Callable
 
@@ -64,8 +64,6 @@ class Step:
             except Exception as e:
                 e.add_note(f"in step {self.name!r}, document {doc.id!r}")
                 raise
-            if not isinstance(new, (Document, Drop)):
-                raise ValueError(f"step {self.name!r} returned {type(new).__name__} for document {doc.id!r}; return a Document or Drop(reason)")
             bar.update()
             yield new
 
@@ -83,7 +81,7 @@ class CorpusStep:
         bar.update(len(docs))
         return new
 
-# %% ../../nbs/data/07_pipeline.ipynb #2f3b0b56
+# %% ../../nbs/data/07_pipeline.ipynb #5ba3ee6a
 def _run_step(step, docs, progress):
     "The documents that a step leaves, and its account."
     report, start, kept = StageReport(step.name, len(docs), chars_in=sum(len(d.text) for d in docs)), time.perf_counter(), []
@@ -92,17 +90,21 @@ def _run_step(step, docs, progress):
             if isinstance(new, Drop):
                 report.dropped[new.reason] += 1
                 report.dropped_chars[new.reason] += len(old.text)
-            else: kept.append(new)
+            elif isinstance(new, Document): kept.append(new)
+            else: raise ValueError(f"step {step.name!r} returned {type(new).__name__} for document {old.id!r}; return a Document or Drop(reason)")
     report.docs_out, report.chars_out = len(kept), sum(len(d.text) for d in kept)
     report.seconds = time.perf_counter() - start
     report.check()
     return kept, report
 
-
+# %% ../../nbs/data/07_pipeline.ipynb #b64fece7
 class Pipeline:
     "Steps, one after the other, each with its account."
 
-    def __init__(self, steps):
+    def __init__(
+        self,
+        steps,  # Step, CorpusStep, or functions of one document, which are steps under their own names
+    ):
         self.steps = [s if isinstance(s, (Step, CorpusStep)) else Step(getattr(s, "__name__", type(s).__name__), s) for s in steps]
         if not self.steps: raise ValueError("a pipeline needs at least one step")
 
@@ -111,7 +113,7 @@ class Pipeline:
         docs,  # an iterable of Document
         progress: bool = True,  # one bar a step
     ) -> tuple:  # documents, and one StageReport a step
-        "Send documents through all steps; if the steps drop all of them, the accounts say where they went."
+        "Send documents through all steps; where the steps drop all of them, the accounts say where they went."
         docs, reports = list(docs), []
         if not docs: raise ValueError("the corpus is empty: 0 documents came in")
         strange = [i for i, d in enumerate(docs) if not isinstance(d, Document)]
@@ -121,13 +123,12 @@ class Pipeline:
             reports.append(report)
         return docs, reports
 
-# %% ../../nbs/data/07_pipeline.ipynb #b6dbc015
+# %% ../../nbs/data/07_pipeline.ipynb #c58e904c
 def clean_step() -> Step:
     "Text out of HTML where a document's format says so, then `clean_text`."
     def clean(doc):
-        html = doc.meta.get("format") == "html"
-        new = doc.with_text(clean_text(html_to_text(doc.text) if html else doc.text))
-        return Document(new.text, doc.id, {**doc.meta, "format": "txt"}) if html else new
+        if doc.meta.get("format") != "html": return doc.with_text(clean_text(doc.text))
+        return Document(clean_text(html_to_text(doc.text)), doc.id, {**doc.meta, "format": "text"})
     return Step("clean", clean)
 
 
@@ -143,17 +144,17 @@ def min_chars(
 
 def dedup_step(
     dedup=minhash_dedup,  # f(texts, **settings) -> DedupResult
-    reason: str = None,  # None: the function's name in words
+    reason: str = None,  # None: "exact copy" for exact_dedup, else "near-copy"
     **settings,  # handed to `dedup`
 ) -> CorpusStep:
     "Keep the first document of each cluster that `dedup` finds."
-    name = reason or dedup.__name__.removesuffix("_dedup") + " duplicate"
+    reason = reason or ("exact copy" if dedup is exact_dedup else "near-copy")
     def run(docs):
         kept = set(dedup([d.text for d in docs], **settings).keep)
-        return [d if i in kept else Drop(name) for i, d in enumerate(docs)]
+        return [d if i in kept else Drop(reason) for i, d in enumerate(docs)]
     return CorpusStep(dedup.__name__, run)
 
-# %% ../../nbs/data/07_pipeline.ipynb #851ca59b
+# %% ../../nbs/data/07_pipeline.ipynb #dc262567
 def report_table(
     reports,  # list of StageReport
 ):  # a table with one line per step and a last one for the whole
@@ -165,52 +166,51 @@ def report_table(
     whole = line("whole", reports[0], reports[-1], str(sum(r.dropped.total() for r in reports)), sum(r.seconds for r in reports))
     return table([line(r.name, r, r, why(r), r.seconds) for r in reports] + [whole], digits=2)
 
+# %% ../../nbs/data/07_pipeline.ipynb #f59fa1e3
+def _falls(reports, unit):
+    "Bars of a waterfall: (name, left end, width, is it a total?), from what came in to what went out."
+    left = getattr(reports[0], f"{unit}_in")
+    falls = [("in", 0, left, True)]
+    for r in reports:
+        losses = dict(r.dropped if unit == "docs" else r.dropped_chars)
+        if r.chars_edited: losses[f"edited by {r.name}"] = r.chars_edited if unit == "chars" else 0
+        for name, n in losses.items():
+            falls.append((name, min(left, left - n), abs(n), False))
+            left -= n
+    return [*falls, ("out", 0, left, True)]
 
+# %% ../../nbs/data/07_pipeline.ipynb #60213480
 def waterfall(
     reports,  # list of StageReport
-    axes=None,  # two axes: documents, characters
-):
+    axes=None,  # two axes, for documents and for characters; None makes a figure
+):  # the two axes
     "What is left after each step, and what went and why, in documents and in characters."
     if axes is None: _, axes = figure(1, 2, sharey=True)
-    for ax, unit in zip(axes, ("docs", "chars"), strict=True):
-        bars = _falls(reports, unit)
-        scale = bars[0][2]
-        for y, (_, left, width) in enumerate(bars):
-            ax.barh(y, width, left=left, color="tab:blue" if left == 0 else "tab:red")
-            ax.annotate(f"{width:,}", (left, y), fontsize=6, va="center", ha="left" if left < scale / 2 else "right")
-        ax.set_yticks(range(len(bars)), [name for name, _, _ in bars])
-        ax.set(xlabel={"docs": "documents", "chars": "characters"}[unit], xlim=(0, scale * 1.02))
-    axes[0].invert_yaxis()
+    for ax, unit, label in zip(axes, ("docs", "chars"), ("documents", "characters"), strict=True):
+        falls = _falls(reports, unit)
+        whole = max(left + width for _, left, width, _ in falls) or 1
+        for y, (_, left, width, total) in enumerate(falls):
+            ax.barh(y, width, left=left, color="#0072B2" if total else "#D55E00")
+            inside = width > 0.4 * whole
+            ax.text(left + width / 2 if inside else left - 0.01 * whole, y, f"{width:,}", fontsize=7, va="center",
+                    ha="center" if inside else "right", color="white" if inside else "black")
+        ax.set_yticks(range(len(falls)), [name for name, *_ in falls])
+        ax.set(xlabel=label, xlim=(0, whole * 1.02), ylim=(len(falls) - 0.4, -0.6))
+        ax.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
     return axes
 
-
-def _falls(reports, unit):
-    "Bars of a waterfall: name, where it begins, how wide it is; those that begin at 0 are totals."
-    left = getattr(reports[0], f"{unit}_in")
-    bars = [("in", 0, left)]
-    for r in reports:
-        for reason, n in (r.dropped if unit == "docs" else r.dropped_chars).items():
-            left -= n
-            bars.append((reason, left, n))
-        edited = r.chars_edited if unit == "chars" else 0
-        if r.chars_edited: bars.append((f"edited by {r.name}", left - max(edited, 0), abs(edited)))
-        left -= edited
-    return [*bars, ("out", 0, left)]
-
-# %% ../../nbs/data/07_pipeline.ipynb #2149badf
+# %% ../../nbs/data/07_pipeline.ipynb #6686527e
 def _links(clusters, n):
     "Pairs of documents that belong together, from a DedupResult, a list of clusters, or one label per document."
-    if isinstance(clusters, DedupResult): clusters = clusters.clusters
-    clusters = list(clusters)
+    clusters = list(clusters.clusters if isinstance(clusters, DedupResult) else clusters)
     if clusters and not isinstance(clusters[0], (list, tuple, set, np.ndarray)):
         if len(clusters) != n: raise ValueError(f"{len(clusters)} labels for {n} documents")
         groups = {}
         for i, label in enumerate(clusters): groups.setdefault(label, []).append(i)
         clusters = groups.values()
-    pairs = [(c[0], i) for c in map(sorted, clusters) for i in c[1:]]
     outside = [i for c in clusters for i in c if not 0 <= i < n]
-    if outside: raise ValueError(f"a cluster names document {outside[0]}, there are {n}: were the clusters made from these documents?")
-    return pairs
+    if outside: raise ValueError(f"a cluster names document {outside[0]} of {n}: were the clusters made from these documents?")
+    return [(min(c), i) for c in clusters for i in c]
 
 
 def tie(
@@ -218,14 +218,21 @@ def tie(
     clusters,  # DedupResult, list of clusters of indices, or one label per document
     group=None,  # f(document) -> name of what must stay together, or None for a document that is in no group
 ):  # (N,) labels: documents with equal labels must not be separated
-    "Which documents must stay together, by cluster or by group or through a chain of both."
+    "Which documents must stay together: by cluster, by group, or through a chain of both."
     first, pairs = {}, _links(clusters, len(docs))
     for i, name in enumerate(map(group, docs) if group else ()):
         if name is not None: pairs.append((first.setdefault(name, i), i))
     left, right = np.array(pairs, np.int64).reshape(-1, 2).T
     return merge(np.arange(len(docs)), left, right)
 
-# %% ../../nbs/data/07_pipeline.ipynb #554ec4e0
+# %% ../../nbs/data/07_pipeline.ipynb #a17e93b2
+def _names(docs, labels):
+    "The smallest name in each bundle."
+    names, name_of = {}, lambda doc: doc.id or content_hash(doc.text)
+    for doc, label in zip(docs, labels, strict=True): names[label] = min(names.get(label, name_of(doc)), name_of(doc))
+    return names
+
+
 def split_holdout(
     docs,  # list of Document
     clusters,  # near-duplicates: DedupResult, list of clusters of indices, or one label per document
@@ -237,13 +244,27 @@ def split_holdout(
     docs = list(docs)
     if not docs: raise ValueError("the corpus is empty: 0 documents to split")
     if not 0 < fraction < 1: raise ValueError(f"fraction must lie between 0 and 1, got {fraction}")
-    labels, names = tie(docs, clusters, group).tolist(), {}
-    sizes, name_of = Counter(labels), lambda doc: doc.id or content_hash(doc.text)
-    for doc, label in zip(docs, labels, strict=True): names[label] = min(names.get(label, name_of(doc)), name_of(doc))
-    largest = max(1, fraction * len(docs))  # a bundle larger than the whole held-out part stays in train
-    held = {label for label, name in names.items() if sizes[label] <= largest and derive(seed, "holdout", name) < fraction * 2**63}
+    labels = tie(docs, clusters, group).tolist()
+    sizes, largest = Counter(labels), max(1, fraction * len(docs))
+    held = {label for label, name in _names(docs, labels).items()
+            if sizes[label] <= largest and derive(seed, "holdout", name) < fraction * 2**63}
     train, out = ([d for d, label in zip(docs, labels, strict=True) if (label in held) == side] for side in (False, True))
     if not train or not out:
         raise ValueError(f"nothing is left {'for training' if out else 'to hold out'}: {len(docs)} documents hang together in {len(sizes)} "
                          f"bundles, the largest of {max(sizes.values())}; take another seed or fraction, or a finer group")
     return train, out
+
+# %% ../../nbs/data/07_pipeline.ipynb #c1852525
+def leak_rate(
+    train,  # list of Document
+    held_out,  # list of Document
+    threshold: float = 0.5,  # Jaccard similarity from which a text counts as leaked
+    **settings,  # of `sketch`
+) -> float:  # 0 to 1
+    "Share of the held-out documents that have a near-copy in the training set."
+    if not held_out: raise ValueError("nothing was held out: 0 documents to look for")
+    hashes, borders, sigs = sketch([d.text for d in (*held_out, *train)], **settings)
+    left, right = candidate_pairs(sigs, *choose_bands(threshold, sigs.shape[1])).T
+    across = (left < len(held_out)) & (right >= len(held_out))
+    left, right = left[across], right[across]
+    return len(set(left[pair_similarity(hashes, borders, left, right) >= threshold].tolist())) / len(held_out)

@@ -94,12 +94,14 @@ def token_losses(
             todo = todo[rows:]
     return losses
 
-# %% ../../nbs/evaluate/01_perplexity.ipynb #26cdcc9a
+# %% ../../nbs/evaluate/01_perplexity.ipynb #89540915
 def _checked_ids(i, ids):
     ids = torch.as_tensor(ids)
     if ids.ndim != 1: raise ValueError(f"document {i} has shape {tuple(ids.shape)}; one text is a flat list of ids")
-    if len(ids) and (ids.is_floating_point() or ids.min() < 0): raise ValueError(f"document {i} holds {ids.min().item()}; ids are integers from 0")
-    return ids.long()
+    if len(ids) and ids.is_floating_point(): raise ValueError(f"document {i} holds {ids.dtype}; ids are integers")
+    ids = ids.long()
+    if len(ids) and ids.min() < 0: raise ValueError(f"document {i} holds {ids.min().item()}; ids count from 0")
+    return ids
 
 
 def _score(model, docs, losses, rows, precision):

@@ -8,9 +8,9 @@ __all__ = ['STAGES', 'PAGE', 'Report', 'Stage', 'Life', 'versions', 'open_run', 
            'clean_stage', 'dedup_stage', 'tokenizer_stage', 'tokenizer_of', 'encoded', 'bar', 'shards_stage',
            'shards_of', 'loader_of', 'new_model', 'trainer_of', 'precision_of', 'pretrain_stage', 'save_model',
            'open_model', 'evaluate_stage', 'samples_stage', 'continued', 'show_training', 'show_accounts',
-           'show_samples', 'lifecycle', 'forget', 'metrics', 'stage_table', 'section', 'write_report']
+           'show_samples', 'lifecycle', 'forget', 'metrics', 'stage_table', 'section', 'tiles_of', 'write_report']
 
-# %% ../../nbs/run/02_lifecycle.ipynb #513a4ee8
+# %% ../../nbs/run/02_lifecycle.ipynb #35b45de8
 import base64
 import fcntl
 import io
@@ -32,6 +32,7 @@ import safetensors.torch
 import torch
 from tqdm.auto import tqdm
 
+# %% ../../nbs/run/02_lifecycle.ipynb #95930d0c
 from ..core.streams import Streams, derive
 from ..core.util import atomic_write, file_hash, human, load_json, save_json
 from ..data.dedup import exact_dedup, minhash_dedup
@@ -74,7 +75,7 @@ class Stage:
     resumes: bool = False  # it continues from what it left itself; otherwise a half-done folder is emptied first
     show: callable = None  # Life -> {title: DataFrame, Figure or text} for the report page
 
-# %% ../../nbs/run/02_lifecycle.ipynb #13526322
+# %% ../../nbs/run/02_lifecycle.ipynb #c58560ad
 class Life:
     "A run's folder: what was asked, what each stage left there, and how to open it."
 
@@ -85,7 +86,6 @@ class Life:
         progress: bool = True,  # bars and lines on the terminal
     ):
         self.recipe, self.folder, self.progress = recipe, Path(folder), progress
-        self.stage, self.label = None, ""
 
     def dir(self, stage: str) -> Path:
         "The folder of a stage."
@@ -384,15 +384,17 @@ def evaluate_stage(life) -> Report:
         "bits_per_byte_fall": 1 - after["bits_per_byte"] / before["bits_per_byte"],
         "perplexity_before": before["perplexity"], "perplexity": after["perplexity"]})
 
-# %% ../../nbs/run/02_lifecycle.ipynb #fc0c41fd
+# %% ../../nbs/run/02_lifecycle.ipynb #810d0373
 def samples_stage(life) -> Report:
     "The same prompts, continued by the untrained model and by the trained one."
     s, tokenizer = life.recipe.sample, tokenizer_of(life)
     end = tokenizer.special_ids[life.recipe.tokenizer.special_tokens[0]]
+    models = {"before": new_model(life), "after": open_model(life.dir("pretrain"))}
     rows = [{"prompt": p} for p in s.prompts]
-    for name, model in (("before", new_model(life)), ("after", open_model(life.dir("pretrain")))):
-        for i, row in enumerate(rows):
-            row[name] = continued(model, tokenizer, row["prompt"], s.tokens, s.temperature, s.top_k, (end,), derive(life.recipe.train.seed, "sampling", i))
+    for i, row in enumerate(tqdm(rows, desc="samples", disable=not life.progress)):
+        for name, model in models.items():
+            seed = derive(life.recipe.train.seed, "sampling", i)
+            row[name] = continued(model, tokenizer, row["prompt"], s.tokens, s.temperature, s.top_k, (end,), seed)
     save_json(rows, life.dir("samples") / "samples.json")
     return Report("prompts", len(rows), len(rows), {}, {})
 
@@ -403,7 +405,7 @@ def continued(model, tokenizer, prompt, tokens, temperature, top_k, stop, seed) 
     ids = generate(model, [tokenizer.encode(prompt)], tokens, temperature, top_k, stop=stop, generator=draw)[0]
     return tokenizer.decode([i for i in ids if i not in stop])
 
-# %% ../../nbs/run/02_lifecycle.ipynb #47a14a4a
+# %% ../../nbs/run/02_lifecycle.ipynb #f3a99b47
 def show_training(life) -> dict:
     "Curves of the run."
     monitor = Monitor()
@@ -420,7 +422,8 @@ def show_accounts(life) -> dict:
 
 def show_samples(life) -> dict:
     "Samples before and after training."
-    return {"Samples, before and after": pd.DataFrame(load_json(life.dir("samples") / "samples.json"))}
+    rows = load_json(life.dir("samples") / "samples.json")
+    return {"Samples, before and after": pd.DataFrame(rows)[["prompt", "before", "after"]]}
 
 # %% ../../nbs/run/02_lifecycle.ipynb #2031786f
 STAGES = (
@@ -476,23 +479,26 @@ def stage_table(life, stages=STAGES) -> pd.DataFrame:
     return pd.DataFrame([{"stage": n, "seconds": spent[n], "in": r["taken"], "out": r["given"], "unit": r["unit"], "dropped": words(r["dropped"]),
                           "figures": words(r["metrics"])} for n, r in metrics(life, stages)["stages"].items()])
 
-# %% ../../nbs/run/02_lifecycle.ipynb #d9b86e28
+# %% ../../nbs/run/02_lifecycle.ipynb #c1d377b3
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{{ title }}</title>
 <style>
- body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
- table { border-collapse: collapse; font-size: 13px; width: 100% } td, th { padding: .3rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd }
- td { white-space: pre-wrap; overflow-wrap: anywhere } .tiles { display: flex; flex-wrap: wrap; gap: 1rem } .tiles div { background: #f3f5f8; border-radius: 8px; padding: .6rem 1rem }
- .tiles b { display: block; font-size: 1.4rem } pre { background: #f3f5f8; padding: 1rem; overflow-x: auto; font-size: 12px } img { max-width: 100% }
+ body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+ table { border-collapse: collapse; font-size: 13px; width: 100% } img { max-width: 100% }
+ td, th { padding: .3rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; white-space: pre-wrap; overflow-wrap: break-word }
+ .tiles { display: flex; flex-wrap: wrap; gap: 1rem } .tiles div, pre { background: #f3f5f8; border-radius: 8px; padding: .6rem 1rem }
+ .tiles b { display: block; font-size: 1.4rem } pre { overflow-x: auto; font-size: 12px }
 </style>
 <h1>{{ title }}</h1>
 <div class="tiles">{% for name, value in tiles.items() %}<div><b>{{ value }}</b>{{ name }}</div>{% endfor %}</div>
-<h2>Stages</h2>{{ stages | safe }}
 {% for heading, kind, body in sections %}<h2>{{ heading }}</h2>
-{% if kind == "png" %}<img alt="{{ heading }}" src="data:image/png;base64,{{ body }}">{% elif kind == "html" %}{{ body | safe }}{% else %}<pre>{{ body }}</pre>{% endif %}
+{% if kind == "png" %}<img alt="{{ heading }}" src="data:image/png;base64,{{ body }}">
+{% elif kind == "table" %}<table><tr>{% for c in body.columns %}<th>{{ c }}</th>{% endfor %}</tr>
+{% for row in body.values.tolist() %}<tr>{% for v in row %}<td>{{ v }}</td>{% endfor %}</tr>{% endfor %}</table>
+{% else %}<pre>{{ body }}</pre>{% endif %}
 {% endfor %}
 </html>"""
 
-# %% ../../nbs/run/02_lifecycle.ipynb #d01e0289
+# %% ../../nbs/run/02_lifecycle.ipynb #0555af11
 def section(heading: str, value) -> tuple:  # heading, kind, body
     "Something to show, as the page takes it: a figure, a table, or text."
     if isinstance(value, plt.Figure):
@@ -500,19 +506,25 @@ def section(heading: str, value) -> tuple:  # heading, kind, body
         value.savefig(out, format="png", metadata={"Software": None})
         plt.close(value)
         return heading, "png", base64.b64encode(out.getvalue()).decode()
-    if isinstance(value, pd.DataFrame): return heading, "html", value.to_html(index=False, border=0)
+    if isinstance(value, pd.DataFrame): return heading, "table", value
     return heading, "text", value
+
+
+def tiles_of(life, stages) -> dict:  # name -> text
+    "The few figures that stand on top."
+    found, spent = metrics(life, stages)["stages"], load_json(life.folder / "timing.json")
+    score = found["evaluate"]["metrics"] if "evaluate" in found else None
+    tiles = {"bits per byte, untrained": f"{score['bits_per_byte_before']:.3f}", "bits per byte, held out": f"{score['bits_per_byte']:.3f}",
+             "less": f"{score['bits_per_byte_fall']:.0%}", "perplexity": f"{score['perplexity']:.1f}"} if score else {}
+    return tiles | {"seconds, all stages": f"{sum(v for k, v in spent.items() if k != 'peak_memory_mb'):.0f}",
+                    "peak memory": human(spent["peak_memory_mb"] * 2**20, "B")}
 
 
 def write_report(life, stages=STAGES):
     "One page that needs no other file: what was done, how it went, what came out."
-    found = metrics(life, stages)["stages"].get("evaluate", {}).get("metrics", {})
-    spent = load_json(life.folder / "timing.json")
-    tiles = {"bits per byte, held out, before": f"{found['bits_per_byte_before']:.3f}", "after": f"{found['bits_per_byte']:.3f}",
-             "perplexity after": f"{found['perplexity']:.1f}"} if found else {}
-    tiles |= {"seconds, all stages": f"{sum(v for k, v in spent.items() if k != 'peak_memory_mb'):.0f}", "peak memory": human(spent["peak_memory_mb"] * 2**20, "B")}
-    sections = [section(h, v) for s in stages if s.show for h, v in s.show(life).items()]
+    sections = [section("Stages", stage_table(life, stages))]
+    sections += [section(h, v) for s in stages if s.show for h, v in s.show(life).items()]
     sections.append(section("Manifest", json.dumps(life.manifest, indent=1)))
     page = jinja2.Environment(autoescape=True).from_string(PAGE)
-    text = page.render(title=f"llmlab: the {life.folder.name} run", tiles=tiles, stages=stage_table(life, stages).to_html(index=False, border=0), sections=sections)
+    text = page.render(title=f"llmlab: the {life.folder.name} run", tiles=tiles_of(life, stages), sections=sections)
     with atomic_write(life.folder / "report.html") as f: f.write(text)

@@ -49,7 +49,7 @@ class SampleConfig:
     temperature: float = 0.8
     top_k: int = 50
 
-# %% ../../nbs/run/01_recipe.ipynb #c392bf4d
+# %% ../../nbs/run/01_recipe.ipynb #3f209eb7
 @dataclass(frozen=True)
 class Recipe:
     "Everything that decides how a model comes out; equal recipes give equal runs."
@@ -61,7 +61,7 @@ class Recipe:
     rows: int = 16  # of model.context tokens in one update
     micro_rows: int = 16  # rows that go through the model at once
     precision: str = "auto"  # "fp32", "bf16", or "auto": the faster of the two on this machine
-    stride: int = 64  # of the evaluation windows, in tokens
+    stride: int = 128  # of the evaluation windows, in tokens; at most model.context
     sample: SampleConfig = field(default_factory=SampleConfig)
 
     def __post_init__(self):

@@ -49,7 +49,7 @@ def warmup_cosine(
     if rate is not None: return rate
     return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
 
-# %% ../../nbs/train/02_schedule.ipynb #5c4ee424
+# %% ../../nbs/train/02_schedule.ipynb #93ac50ce
 def wsd(
     step: int,  # optimizer updates done
     *,
@@ -65,7 +65,7 @@ def wsd(
         raise ValueError(f"decay_start is {decay_start}: update {start:g} of {total} lies before the end of warm-up ({warmup}) "
                          f"or after the run; shorten the warm-up or move the start")
     if rate is not None: return rate
-    return peak + (floor - peak) * max(0.0, step - start) / (total - start)
+    return peak if step <= start else peak + (floor - peak) * (step - start) / (total - start)
 
 # %% ../../nbs/train/02_schedule.ipynb #1c3f6d10
 def make_schedule(

@@ -56,8 +56,8 @@ def run():
     assert all(clean_text(t) == fix_mojibake(t) == ftfy.fix_text(t, REPAIRS) == t for t in texts)
     letters = lambda text: "".join(sorted(c for c in text if c.isalpha()))
     assert all(letters(html_to_text(h)) == letters(selectolax_blocks(h)) for h in html)
-    rows = [compare("mojibake_clean_text", "ftfy", lambda: [clean_text(t) for t in texts], lambda: [ftfy.fix_text(t, REPAIRS) for t in texts],
-                    amount=len(texts), unit="docs/s", clock=time.process_time, packages=("ftfy",))]
+    rows = [compare("mojibake_clean_text", "ftfy", lambda: [clean_text(t) for t in texts],
+                    lambda: [ftfy.fix_text(t, REPAIRS) for t in texts], amount=len(texts), unit="docs/s", clock=time.process_time, packages=("ftfy",))]
     for peer, theirs in (("selectolax", selectolax_blocks), ("selectolax_flat", selectolax_flat)):
         rows.append(compare("html_to_text", peer, lambda: [html_to_text(h) for h in html], lambda f=theirs: [f(h) for h in html],
                             amount=len(html), unit="pages/s", repeat=31, clock=time.process_time, packages=("selectolax",)))

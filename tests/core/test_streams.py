@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from llmlab.core.streams import Streams, derive
 
 ROLES = ("init", "data", "dropout", "sampling")
-moves = st.lists(st.tuples(st.sampled_from(ROLES), st.sampled_from(["draw", "use", "save", "outside", "error"]), st.integers(0, 9)), max_size=25)
+KINDS = ("draw", "use", "save", "outside", "error")
+moves = st.lists(st.tuples(st.sampled_from(ROLES), st.sampled_from(KINDS), st.integers(0, 9)), max_size=25)
+keys = st.tuples(st.integers(), st.text(max_size=3), st.integers(0, 9))
 
 
 def alone(seed, role, n): return torch.rand(n, generator=torch.Generator().manual_seed(derive(seed, role)))
@@ -97,15 +99,15 @@ def test_a_state_of_another_run_is_refused():
 
 
 @settings(deadline=None, max_examples=100)
-@given(a=st.tuples(st.integers(), st.text(max_size=3), st.integers(0, 9)), b=st.tuples(st.integers(), st.text(max_size=3), st.integers(0, 9)))
+@given(a=keys, b=keys)
 def test_derive_is_pure_and_tells_names_apart(a, b):
     assert derive(*a) == derive(*a) and 0 <= derive(*a) < 2**63
     assert (derive(*a) == derive(*b)) == (a == b)
 
 
 def test_names_are_not_joined():
-    keys = [(1, "a", 12), (1, "a1", 2), (1, "a", 1, 2), (1, "a", "12"), (1,), (1, ""), (11, "a"), (1, "a\x00"), (1, "é"), (1, "e\u0301")]
-    assert len({derive(*k) for k in keys}) == len(keys)
+    names = [(1, "a", 12), (1, "a1", 2), (1, "a", 1, 2), (1, "a", "12"), (1,), (1, ""), (11, "a"), (1, "a\x00"), (1, "é"), (1, "e\u0301")]
+    assert len({derive(*k) for k in names}) == len(names)
 
 
 def test_whole_numbers_of_every_library_are_alike():
@@ -119,11 +121,12 @@ def test_other_names_are_refused(name):
 
 def test_derive_is_a_written_down_constant():
     "A change of this number changes the data order of every saved run."
-    assert derive(0, "data", 3) == 6405411103103703131
+    assert derive(0, "data", 3) == 655512689476083709
 
 
 def test_every_process_agrees():
-    code = "import sys, types; sys.modules['torch'] = types.ModuleType('torch'); from llmlab.core.streams import derive; print(derive(3, 'ä', 7))"
+    code = ("import sys, types; sys.modules['torch'] = types.SimpleNamespace(Generator=object);"
+            "from llmlab.core.streams import derive; print(derive(3, 'ä', 7))")
     for seed in "01":
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONHASHSEED": seed})
         assert out.stdout.strip() == str(derive(3, "ä", 7)), out.stderr
