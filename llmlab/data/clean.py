@@ -140,9 +140,14 @@ def _walk(page: _Page, node, depth: int = 0):
         else: kind(page, child, depth + 1)
         child = child.next
 
-# %% ../../nbs/data/03_clean.ipynb #af14eccd
+# %% ../../nbs/data/03_clean.ipynb #230425b1
+def _drop_skipped(node):
+    "Remove what is skipped below `node`, the inner before the outer."
+    for skipped in reversed(node.css(",".join([*SKIPPED.split(), HIDDEN]))): skipped.decompose()
+
+
 def _flat(page: _Page, node):
-    node.strip_tags(["script", "style"], recursive=True)
+    _drop_skipped(node)
     page.parts.append(node.text(separator=" "))
 
 
@@ -191,9 +196,10 @@ def _cell(page: _Page, node, depth: int):
     if len(page.parts) > start + 3 and not page.lists and any(mark in page.parts[start + 2:] for mark in MARKS[2:]):
         page.column, page.due = 0, PARAGRAPH
 
-# %% ../../nbs/data/03_clean.ipynb #eb0862d8
+# %% ../../nbs/data/03_clean.ipynb #23d4b3ae
 def _code(page: _Page, node, depth: int):
     "Preformatted text is set aside with all its blanks, and put back when the blanks around it have been made one."
+    _drop_skipped(node)
     for br in node.css("br"): br.insert_before("\n")
     code = node.text().strip("\n").rstrip()
     page.due = PARAGRAPH

@@ -49,7 +49,7 @@ def library_files(
         found += [Path(folder, n).relative_to(root) for n in names if n.endswith(".py") and not n.startswith(MACHINE)]
     return sorted(found, key=module_name)
 
-# %% ../../nbs/data/02_sources.ipynb #f74e1f60
+# %% ../../nbs/data/02_sources.ipynb #e0268811
 DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -63,7 +63,7 @@ def _definitions(tree) -> list:
         for part in ("body", "handlers", "orelse", "finalbody", "cases"):
             for child in getattr(node, part, ()):
                 if isinstance(child, DEFINITIONS): below.append((f"{name}.{child.name}".lstrip("."), child))
-                elif hasattr(child, "body"): below.append((name, child))  # if, for, while, try, with, match
+                elif hasattr(child, "body") or hasattr(child, "cases"): below.append((name, child))  # if, for, try, with, match ...
         todo += reversed(below)
     return found
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Perplexity', 'windows', 'evaluating', 'token_losses', 'perplexity', 'evaluate_documents', 'bits_per_byte']
 
-# %% ../../nbs/evaluate/01_perplexity.ipynb #2810b695
+# %% ../../nbs/evaluate/01_perplexity.ipynb #9c7cec92
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from tqdm.auto import tqdm
 
 from ..core.reduce import token_logprobs
 from ..train.precision import autocast
@@ -72,7 +73,7 @@ def evaluating(
     finally:
         for m, mode in modes: m.training = mode
 
-# %% ../../nbs/evaluate/01_perplexity.ipynb #19f007df
+# %% ../../nbs/evaluate/01_perplexity.ipynb #0518cf80
 def token_losses(
     model,  # ids (B,T) -> logits (B,T,V), or an object that has them as `.logits`
     docs_ids,  # documents, each a list, array or 1-D tensor of at least 2 ids
@@ -80,6 +81,7 @@ def token_losses(
     stride: int,  # 1 to `window`
     batch_size: int = 32,  # rows of `window` tokens at a time; more rows when they are shorter
     precision: str = "fp32",  # "fp32" or "bf16"
+    progress: bool = False,  # show a bar
 ) -> list:  # a float64 tensor per document: -log p of each token but the first, in nats
     "The loss of every token, given what its window holds before it."
     if batch_size < 1: raise ValueError(f"batch_size is {batch_size}; at least 1 row is read at a time")
@@ -87,10 +89,11 @@ def token_losses(
     todo = [(i, *w) for i, d in enumerate(docs) for w in windows(len(d), window, stride)]
     losses = [torch.full((len(d) - 1,), math.nan, dtype=torch.float64) for d in docs]
     todo.sort(key=lambda w: w[1] - w[2])
-    with evaluating(model):
+    with evaluating(model), tqdm(total=len(todo), desc="evaluate", unit="window", disable=not progress) as bar:
         while todo:
             rows = batch_size * window // (todo[0][2] - todo[0][1])
             _score(model, docs, losses, todo[:rows], precision)
+            bar.update(len(todo[:rows]))
             todo = todo[rows:]
     return losses
 
@@ -144,7 +147,7 @@ def perplexity(
     losses = token_losses(model, [ids], window, stride, batch_size, precision)[0]
     return Perplexity(losses.sum().item(), len(losses))
 
-# %% ../../nbs/evaluate/01_perplexity.ipynb #b1060fc3
+# %% ../../nbs/evaluate/01_perplexity.ipynb #7df1389d
 def evaluate_documents(
     model,  # ids (B,T) -> logits (B,T,V)
     docs_ids,  # documents, each a list, array or 1-D tensor of ids
@@ -154,6 +157,7 @@ def evaluate_documents(
     batch_size: int = 32,
     precision: str = "fp32",
     start_id: int = None,  # put before each document, so that its first token is scored too
+    progress: bool = False,  # show a bar
 ) -> dict:  # perplexity, bits_per_byte, nll, tokens (scored), bytes, unscored (tokens that nothing predicts)
     "Perplexity of many documents: none sees another, and every token has the same weight."
     bits_per_byte(0.0, n_bytes)
@@ -161,7 +165,7 @@ def evaluate_documents(
     docs = [torch.cat([start, _checked_ids(i, d)]) for i, d in enumerate(docs_ids)]
     scored = [d for d in docs if len(d) > 1]
     if not scored: raise ValueError(f"{len(docs)} documents, and no token to score: a document needs 2 tokens, or 1 and a start_id")
-    losses = torch.cat(token_losses(model, scored, window, stride, batch_size, precision))
+    losses = torch.cat(token_losses(model, scored, window, stride, batch_size, precision, progress))
     total = Perplexity(losses.sum().item(), len(losses))
     unscored = sum(len(d) - len(start) for d in docs) - total.tokens
     return dict(perplexity=total.perplexity, bits_per_byte=bits_per_byte(total.nll, n_bytes), nll=total.nll, tokens=total.tokens,

@@ -6,12 +6,13 @@
 __all__ = ['check_sampling', 'best_token', 'filter_logits', 'sample', 'KVCache', 'turn', 'evaluating', 'check_prompts', 'stream',
            'generate']
 
-# %% ../../nbs/model/07_generate.ipynb #67bdbaf4
+# %% ../../nbs/model/07_generate.ipynb #28895928
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 from .attention import Where
@@ -104,7 +105,7 @@ class KVCache:
         "Every layer has kept `t` more tokens."
         self.length += t
 
-# %% ../../nbs/model/07_generate.ipynb #92153621
+# %% ../../nbs/model/07_generate.ipynb #afc13607
 def turn(
     x: Tensor,  # (B,H,t,D)
     cos: Tensor,  # (t,D) or (B,t,D)
@@ -115,20 +116,17 @@ def turn(
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
-def _where(cache, t):
-    "Rotation and mask of the next `t` tokens of a cache."
-    start, end = cache.length, cache.length + t
-    if end > cache.capacity: raise ValueError(f"the cache holds {cache.capacity} tokens a row, {end} are wanted; make it with more capacity")
-    cos, sin = cache.cos[..., start:end, :], cache.sin[..., start:end, :]
-    mask = None
-    if cache.pads is not None or (start and t > 1):  # else causal order, or a single query, says it all
-        pads = torch.zeros(1, dtype=torch.int64, device=cos.device) if cache.pads is None else cache.pads
+@patch
+def where(self: KVCache, t: int) -> Where:
+    "Rotation and mask of the next `t` tokens."
+    start, end, mask = self.length, self.length + t, None
+    if end > self.capacity: raise ValueError(f"the cache holds {self.capacity} tokens a row, {end} are wanted; make it with more capacity")
+    cos, sin = self.cos[..., start:end, :], self.sin[..., start:end, :]
+    if self.pads is not None or (start and t > 1):  # otherwise causal order, or being alone, says it all
+        pads = torch.zeros(1, dtype=torch.int64, device=cos.device) if self.pads is None else self.pads
         slots = torch.arange(end, device=cos.device)
         mask = cache_mask(slots[start:].expand(len(pads), t), end, slots >= pads[:, None])
-    return Where(lambda q, k: (turn(q, cos, sin), turn(k, cos, sin)), mask, cache)
-
-
-KVCache.where = _where
+    return Where(lambda q, k: (turn(q, cos, sin), turn(k, cos, sin)), mask, self)
 
 # %% ../../nbs/model/07_generate.ipynb #cb986102
 @contextmanager
@@ -159,7 +157,7 @@ def check_prompts(
         raise ValueError(f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the context of {context}; shorten either")
     return rows
 
-# %% ../../nbs/model/07_generate.ipynb #0df98377
+# %% ../../nbs/model/07_generate.ipynb #29b4ccb3
 def stream(
     model,
     prompts,  # lists of ids of any lengths, or a (B,T) tensor
@@ -185,7 +183,7 @@ def stream(
             running = [x is not None and x not in stop for x in new]
             if not any(running): return
 
-
+# %% ../../nbs/model/07_generate.ipynb #604bf642
 def generate(
     model,
     ids,  # prompts: lists of ids of any lengths, or a (B,T) tensor

@@ -82,12 +82,14 @@ def from_dict(cls: ModelConfig, values: dict) -> ModelConfig:
     if unknown: raise ValueError(f"unknown settings {unknown}; a ModelConfig has {known}")
     return cls(**values)
 
-# %% ../../nbs/model/05_transformer.ipynb #7cf8365d
+# %% ../../nbs/model/05_transformer.ipynb #1cddaa10
 def as_batch(
     ids,  # a Batch; or ids alone, a (B,T) tensor or B lists of equal length
 ) -> Batch:
     "Ids alone become a batch of whole rows."
-    return ids if isinstance(ids, Batch) else Batch(torch.as_tensor(ids))
+    if isinstance(ids, Batch): return ids
+    ids = torch.as_tensor(ids)
+    return Batch(ids if ids.numel() else ids.long())  # an empty list has no type of its own
 
 
 def check_ids(
@@ -97,7 +99,6 @@ def check_ids(
     "Refuse with a ValueError what this model cannot look up: nothing, too much, or an id outside its vocabulary."
     B, T = ids.shape
     if not B or not T: raise ValueError(f"ids are empty, shape ({B},{T}): a model needs at least one token")
-    if ids.dtype not in (torch.int64, torch.int32): raise ValueError(f"ids must be int64, got {ids.dtype}")
     if T > config.context: raise ValueError(f"{T} tokens do not fit into a context of {config.context}; cut the rows, or raise context")
     if ids.is_meta or torch.compiler.is_compiling(): return ids
     low, high = (int(x) for x in ids.aminmax())

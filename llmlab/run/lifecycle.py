@@ -371,13 +371,14 @@ def open_model(
     load_model(model, tensors)
     return model
 
-# %% ../../nbs/run/02_lifecycle.ipynb #de21b8d2
+# %% ../../nbs/run/02_lifecycle.ipynb #e676a71a
 def evaluate_stage(life) -> Report:
     "How well the held-out modules are predicted, by the untrained model and by the trained one."
     shards, r = shards_of(life, "held_out"), life.recipe
     start = tokenizer_of(life).special_ids[r.tokenizer.special_tokens[0]]
     docs = [shards.document(i) for i in range(shards.n_docs)]
-    score = lambda model: evaluate_documents(model, docs, shards.manifest["meta"]["bytes"], r.model.context, r.stride, start_id=start)
+    score = lambda model: evaluate_documents(model, docs, shards.manifest["meta"]["bytes"], r.model.context, r.stride,
+                                             start_id=start, progress=life.progress)
     before, after = score(new_model(life)), score(open_model(life.dir("pretrain")))
     return Report("tokens", shards.n_tokens, after["tokens"], {"unscored": after["unscored"]} if after["unscored"] else {}, {
         "bits_per_byte_before": before["bits_per_byte"], "bits_per_byte": after["bits_per_byte"],

@@ -19,7 +19,8 @@ MARKED = ",".join([*BLOCKS.split(), *LINES.split(), "br", "ul", "ol", "li", "tr"
 def sound_texts():
     "Docstrings and the accented and Chinese samples, cleaned: the text on which a check should cost nothing."
     texts = [d.text for d in stdlib_corpus(kinds=("docstring",))[::10]]
-    for name in ("mojibake.txt", "chinese.txt"): texts += [d.text for d in read_documents(ROOT / "data_samples" / name)]
+    for name in ("mojibake.txt", "chinese.txt"):
+        texts += [d.text for d in read_documents(ROOT / "data_samples" / name)]
     return [clean_text(t) for t in texts]
 
 
@@ -36,7 +37,8 @@ def selectolax_blocks(html):
     "The same job with selectolax's own verbs: remove, put a line end around every block, read the text, tidy the blanks of its lines."
     tree = LexborHTMLParser(html)
     tree.strip_tags(SKIPPED.split(), recursive=True)
-    for node in reversed(tree.css(HIDDEN)): node.decompose()  # the inner before the outer
+    for node in reversed(tree.css(HIDDEN)):
+        node.decompose()  # the inner before the outer
     for node in tree.css(MARKED):
         node.insert_before("\n")
         node.insert_after("\n")
@@ -56,13 +58,35 @@ def run():
     assert all(clean_text(t) == fix_mojibake(t) == ftfy.fix_text(t, REPAIRS) == t for t in texts)
     letters = lambda text: "".join(sorted(c for c in text if c.isalpha()))
     assert all(letters(html_to_text(h)) == letters(selectolax_blocks(h)) for h in html)
-    rows = [compare("mojibake_clean_text", "ftfy", lambda: [clean_text(t) for t in texts],
-                    lambda: [ftfy.fix_text(t, REPAIRS) for t in texts], amount=len(texts), unit="docs/s", clock=time.process_time, packages=("ftfy",))]
+    rows = [
+        compare(
+            "mojibake_clean_text",
+            "ftfy",
+            lambda: [clean_text(t) for t in texts],
+            lambda: [ftfy.fix_text(t, REPAIRS) for t in texts],
+            amount=len(texts),
+            unit="docs/s",
+            clock=time.process_time,
+            packages=("ftfy",),
+        )
+    ]
     for peer, theirs in (("selectolax", selectolax_blocks), ("selectolax_flat", selectolax_flat)):
-        rows.append(compare("html_to_text", peer, lambda: [html_to_text(h) for h in html], lambda f=theirs: [f(h) for h in html],
-                            amount=len(html), unit="pages/s", repeat=31, clock=time.process_time, packages=("selectolax",)))
+        rows.append(
+            compare(
+                "html_to_text",
+                peer,
+                lambda: [html_to_text(h) for h in html],
+                lambda f=theirs: [f(h) for h in html],
+                amount=len(html),
+                unit="pages/s",
+                repeat=31,
+                clock=time.process_time,
+                packages=("selectolax",),
+            )
+        )
     return rows
 
 
 if __name__ == "__main__":
-    for row in run(): print(row)
+    for row in run():
+        print(row)

@@ -150,6 +150,13 @@ def test_mistakes_are_refused_by_name(call, said):
     with pytest.raises(ValueError, match=said): call()
 
 
+@pytest.mark.parametrize("target", [-100, -1, 4])
+def test_no_target_is_ignored_by_the_kernel_either(target, monkeypatch):
+    "On a GPU the values are not looked at beforehand; the kernel has to refuse them."
+    monkeypatch.setattr("llmlab.core.reduce._check_targets", lambda *a: None)
+    with pytest.raises(IndexError): token_logprobs(torch.zeros(2, 4), torch.tensor([target, 1]))
+
+
 def test_a_micro_batch_without_targets_adds_nothing():
     empty = Term(torch.tensor(0.0), 0)
     assert add_terms([{"a": empty}, {"a": Term(torch.tensor(3.0), 2)}, {"a": empty}])["a"][:2] == (3.0, 2)

@@ -93,6 +93,13 @@ def test_shingle_numbers_are_the_naive_strings(texts, size):
     assert not (hashes & np.uint64(1)).any() and (hashes < 2**63).all()
 
 
+def test_words_that_differ_in_one_byte_or_in_length_have_different_numbers():
+    words = ["a" * n for n in range(1, 140)] + ["a" * n + "\0" * m for n in range(1, 12) for m in range(1, 5)]
+    words += ["a" * n + "b" + "a" * m for n in (0, 3, 7, 8, 63, 64) for m in (0, 3, 8, 70)]
+    hashes, _ = shingle_hashes(words)
+    assert len(set(hashes.tolist())) == len(set(words)) > 190
+
+
 @QUICK
 @given(st.lists(TEXTS, min_size=2, max_size=8))
 def test_pair_similarity_is_jaccard(texts):
@@ -176,6 +183,12 @@ def test_one_survivor_per_cluster_under_every_option(threshold, num_perm, verify
     assert minhash_dedup(["alone"], **options).keep == [0]
     nothing = minhash_dedup([], **options)
     assert nothing.keep == nothing.clusters == nothing.labels == []
+
+
+def test_the_threshold_itself_counts():
+    short, long = (" ".join(f"w{i}" for i in range(n)) for n in (12, 14))  # 8 shingles, all of them among 10
+    assert jaccard(naive_shingles(short), naive_shingles(long)) == 0.8
+    assert minhash_dedup([short, long], 0.8).keep == [0] and minhash_dedup([short, long], 0.81).keep == [0, 1]
 
 
 def test_order_of_texts_changes_no_cluster():

@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+
 from llmlab.run.lifecycle import STAGES, Report, Stage, lifecycle, open_model
 from llmlab.run.recipe import get_recipe
 

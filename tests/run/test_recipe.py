@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+
 from llmlab.run.recipe import RECIPES, CorpusConfig, Recipe, change, get_recipe
 
 

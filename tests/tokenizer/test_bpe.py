@@ -1,5 +1,6 @@
 """Byte-level BPE: the trainer and the encoder against their naive twins, tiktoken and tokenizers; round trips; bad input."""
 
+import argparse
 import json
 import os
 import pickle
@@ -35,31 +36,20 @@ from llmlab.tokenizer.bpe import (
 
 fuzz = settings(max_examples=200, deadline=None)
 SPECIALS = ["<|endoftext|>", "<|eot|>", "<|eot|>x", "[PAD]"]
-LINES = [f"def step_{i}(x, y={i * 37}):\n    return x + y  # café, 你好, naïve {i}\n\n\tif it's done: we'll stop 👍🏽\r\n" for i in range(20)]
+LINES = [f"def step_{i}(x, y={i * 37}):\n    return x + y  # café, 你好, naïve {i}\n\n\tif it's done: we'll stop 👍🏽\r\n"
+         for i in range(20)]
 
 # What splits texts differently in careless tokenizers.
+KINDS = (
+    [" ", "  ", "\t", "\n", "\r\n", "\r", "\x00", "\x07", "\x1b", "\x1c", "\x7f", "\x85", "\xa0", "\u2028", "\u3000", "\ufeff", "\u200b"],
+    ["0", "7", "42", "1234", "٣", "Ⅷ", "½", "a", "Z", "é", "e\u0301", "\u0301", "ß", "ſ", "İ", "K", "你", "好。", "の", "한", "ก", "ा"],
+    ["🙂", "👍🏽", "🇩🇪", "👩‍👩‍👧", "'s", "'LL", "don't", "'", '"', "<|", "|>", "_", "->", "==", "...", "#", "the", "ab", *SPECIALS])
 MIXED = st.one_of(
-    st.sampled_from([" ", "  ", "\t", "\n", "\r\n", "\r", "\x00", "\x07", "\x1c", "\x85", "\xa0", "\u2028", "\u3000", "\ufeff", "\u200d"]),
-    st.sampled_from(["0", "7", "42", "٣", "Ⅷ", "½", "a", "Z", "é", "e\u0301", "ß", "ſ", "İ", "K", "你", "好", "の", "한", "ก", "ा", "🙂", "👍🏽", "🇩🇪"]),
-    st.sampled_from(["'s", "'LL", "don't", "'", '"', "<|", "|>", "_", "->", "==", "...", "<|eot|>", "<|endoftext|>", "#"]),
+    *map(st.sampled_from, KINDS),
     st.text(alphabet="ab \n\t1'.", max_size=12),
     st.integers(1, 40).map(" ".__mul__),
     st.characters(max_codepoint=0x2FFF, exclude_categories=["Cs", "Cn"]))
 TEXT = st.lists(MIXED, max_size=30).map("".join)
-# What splits texts differently in careless tokenizers.
-MIXED = st.one_of(
-    st.sampled_from([" ", "  ", "\t", "\n", "\r\n", "\r", "\x00", "\x07", "\x1c", "\x85", "\xa0", "\u2028", "\u3000", "\ufeff", "\u200d"]),
-    st.sampled_from(["0", "7", "42", "٣", "Ⅷ", "½", "a", "Z", "é", "e\u0301", "ß", "ſ", "İ", "K", "你", "好", "の", "한", "ก", "ा", "🙂", "👍🏽", "🇩🇪"]),
-    st.sampled_from(["'s", "'LL", "don't", "'", '"', "<|", "|>", "_", "->", "==", "...", "<|eot|>", "<|endoftext|>", "#"]),
-    st.text(alphabet="ab \n\t1'.", max_size=12),
-    st.integers(1, 40).map(" ".__mul__),
-    st.characters(max_codepoint=0x2FFF, exclude_categories=["Cs", "Cn"]))
-TEXT = st.lists(MIXED, max_size=30).map("".join)
-OLD = unicodedata.ucd_3_2_0    # what every engine has known since 2002
-
-
-def long_known(text): return all(OLD.category(c) == unicodedata.category(c) != "Cn" for c in text)
-
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +63,6 @@ def larger():
     "A tokenizer of real code, single digits."
     return BPETokenizer.train([open(m.__file__, encoding="utf-8").read() for m in (argparse, json, re, random)], 1200, SPECIALS, digits=1)
 
-
-import argparse  # noqa: E402  (its source is text to learn from)
 
 # ---------------------------------------------------------------- training
 
@@ -119,7 +107,7 @@ def in_fresh_process(code, seed):
 def test_ties_are_broken_alike_for_every_hash_seed():
     code = ("from llmlab.tokenizer.bpe import BPETokenizer as B\n"
             "print([B.train([t], 260).merges for t in ('aaabbbccccdddd', 'bbbaaaddddcccc')])\n"
-            f"print(B.train({LINES!r}, 360).merges)")
+            f"print(B.train({LINES!r}, 350).merges)")
     answers = {in_fresh_process(code, seed) for seed in range(5)}
     assert len(answers) == 1
     first, second = eval(answers.pop().splitlines()[0])
@@ -128,7 +116,8 @@ def test_ties_are_broken_alike_for_every_hash_seed():
 
 def test_saved_files_are_equal_for_hash_seeds_and_workers(tmp_path):
     code = ("from llmlab.tokenizer.bpe import BPETokenizer as B\n"
-            "texts = [f'{i % 977} def f{i * 7919 % 10007}(x):\\n    return x + {i}\\n' * 150 for i in range(700)]\n"
+            "import llmlab.tokenizer.bpe as bpe; bpe.BATCH = 5000\n"
+            "texts = [f'{i % 977} def f{i * 7919 % 10007}(x):\\n    return x + {i}\\n' for i in range(2000)]\n"
             "B.train(texts, 400, ['<|endoftext|>'], workers=WORKERS).save('PATH')")
     for seed, workers in ((0, 1), (4, 3)):
         in_fresh_process(code.replace("WORKERS", str(workers)).replace("PATH", str(tmp_path / f"{seed}.json")), seed)
@@ -139,7 +128,8 @@ def test_counting_in_processes_equals_counting_here(monkeypatch):
     called = []
     real = bpe._count_in_processes
     monkeypatch.setattr(bpe, "_count_in_processes", lambda *a: called.append(a) or real(*a))
-    texts = [line * 2000 for line in LINES]
+    monkeypatch.setattr(bpe, "BATCH", 10_000)
+    texts = [line * 40 for line in LINES]
     assert count_words(texts, split_pattern(), workers=2) == count_words(texts, split_pattern())
     assert len(called) == 1
     assert count_words(LINES, split_pattern(), workers=2) == count_words(LINES, split_pattern())
@@ -148,7 +138,8 @@ def test_counting_in_processes_equals_counting_here(monkeypatch):
 
 def test_a_counting_process_that_dies_is_an_error(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RuntimeError, match="counting process"): count_words([line * 2000 for line in LINES], split_pattern(), workers=2)
+    monkeypatch.setattr(bpe, "BATCH", 10_000)
+    with pytest.raises(RuntimeError, match="counting process"): count_words([line * 40 for line in LINES], split_pattern(), workers=2)
 
 
 def test_texts_are_read_once_and_not_held():
@@ -184,7 +175,8 @@ def test_merges_equal_those_of_tokenizers_when_bytes_are_sorted_alike(n, parity)
     vocab = peer.get_vocab()
     theirs = [(vocab[a], vocab[b]) for a, b in json.loads(peer.to_str())["model"]["merges"]]
     assert len(theirs) == n
-    parity("trained merges, bytes in one order", "tokenizer.bpe", "tokenizers", version("tokenizers"), sum(a != b for a, b in zip(ours, theirs, strict=True)), 0)
+    differ = sum(a != b for a, b in zip(ours, theirs, strict=True))
+    parity(f"{n} trained merges, bytes in one order", "tokenizer.bpe", "tokenizers", version("tokenizers"), differ, 0)
 
 
 def test_merges_agree_with_tokenizers_up_to_ties():
@@ -194,7 +186,8 @@ def test_merges_agree_with_tokenizers_up_to_ties():
     peer = Tokenizer(models.BPE())
     peer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split_pattern()), "isolated"),
                                                   pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    peer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=256 + n, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    peer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=256 + n, initial_alphabet=alphabet, show_progress=False))
     theirs = set(peer.get_vocab())
     common = sum("".join(chars[b] for b in ours.decode_bytes(i)) in theirs for i in range(256, 256 + n))
     assert common > 0.97 * n
@@ -252,9 +245,9 @@ def test_round_trip_and_peers_by_search(small, small_peers, text): check_all_way
 
 
 def random_text(rng):
-    kinds = (" ", "  ", "\t", "\n", "\r\n", "0", "12", "😀", "👩‍👩‍👧", "你", "好。", "e\u0301", "\u0301", "\x00", "\x1b", "\x7f", "\u200b", "ab", "the", "'s", "<|eot|>", ".", "ſ")
-    wild = lambda: chr(rng.choice((rng.randrange(128), rng.randrange(0x250), rng.randrange(0x3000, 0x9FFF), rng.randrange(0x1F300, 0x1F650))))
-    return "".join(rng.choice(kinds) if rng.random() < 0.7 else wild() for _ in range(rng.randrange(25)))
+    kinds = [k for kind in KINDS for k in kind]
+    ranges = ((0, 128), (0, 0x250), (0x3000, 0x9FFF), (0x1F300, 0x1F650))
+    return "".join(rng.choice(kinds) if rng.random() < 0.7 else chr(rng.randrange(*rng.choice(ranges))) for _ in range(rng.randrange(25)))
 
 
 def test_round_trip_and_peers_on_2000_random_strings(small, small_peers):
@@ -334,11 +327,11 @@ def test_engines_differ_only_in_young_characters():
         assert all(unicodedata.category(c) == "Cn" for c in young)
 
 
-def test_every_code_point_comes_back(small):
+def test_an_eighth_of_all_code_points_comes_back(small):
     rng = random.Random(3)
     text = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
     rng.shuffle(text)
-    text = "".join(text)
+    text = "".join(text[::8]) + "".join(text[:2000])
     assert small.decode(small.encode(text)) == text
     assert small.decode(small.encode_batch([text])[0]) == text
 
@@ -370,10 +363,16 @@ def test_runs_of_200_000_equal_characters(small, char):
     assert ids == small.encode_batch([text])[0]
 
 
-def test_a_run_of_200_000_equal_characters_trains():
-    tok = BPETokenizer.train(["a" * 200_000], 300, allow_smaller=True)
+def test_a_run_of_equal_characters_trains():
+    tok = BPETokenizer.train(["a" * 50_000], 300, allow_smaller=True)
     assert tok.merges[:3] == [(97, 97), (256, 256), (257, 257)]
-    assert len(tok.encode("a" * 200_000)) == 1
+    assert len(tok.encode("a" * 50_000)) == 1
+
+
+def test_runs_of_blanks_that_make_tiktoken_panic(small):
+    text = "x" + " " * 1_200_000 + "y"
+    ids, = small.encode_batch([text])
+    assert small.decode(ids) == text and len(ids) < 1_200_000
 
 
 def test_the_cache_is_bounded_and_changes_nothing(small):
@@ -414,7 +413,7 @@ def test_special_names_are_checked(small):
     with pytest.raises(ValueError, match="pass a list"): small.encode("hi", allowed_special="<|eot|>")
     for bad in (["a", "a"], [""], ["\ud800"], [b"x"], "one string"):
         with pytest.raises(ValueError): BPETokenizer([], bad)
-    with pytest.raises(AttributeError, match="endoftext"): BPETokenizer([], ["<|eot|>"]).eos_id
+    with pytest.raises(AttributeError, match="endoftext"): assert BPETokenizer([], ["<|eot|>"]).eos_id
 
 
 def test_specials_with_signs_of_regular_expressions():
@@ -492,7 +491,8 @@ def test_too_little_text_says_how_many_merges_there_are():
     assert BPETokenizer.train(["abcd"], 259).vocab_size == 259
 
 
-@pytest.mark.parametrize("pattern, says", [(r"\w+", "drops ' ' at position 5"), (r"(\w+)|\W+", "capturing groups"), ("(", "does not compile"), (3, "does not compile")])
+@pytest.mark.parametrize("pattern, says", [(r"\w+", "drops ' ' at position 5"), (r"(\w+)|\W+", "capturing groups"),
+                                           ("(", "does not compile"), (3, "does not compile")])
 def test_patterns_that_lose_text_are_refused(pattern, says):
     with pytest.raises(ValueError, match=re.escape(says)): BPETokenizer.train(["three words here"], 260, pattern=pattern)
     if pattern == r"\w+":
@@ -506,7 +506,8 @@ def test_other_patterns_work():
     with pytest.raises(ValueError, match="digits"): split_pattern(4)
 
 
-@pytest.mark.parametrize("merges", [[(97, 256)], [(97, -1)], [(97, 98), (97, 98)], [(98, 99), (97, 98), (257, 99), (97, 256)], [(98, 99), (97, 98), (257, 99)]])
+@pytest.mark.parametrize("merges", [[(97, 256)], [(97, -1)], [(97, 98), (97, 98)], [(98, 99), (97, 98), (257, 99)],
+                                    [(98, 99), (97, 98), (257, 99), (97, 256)]])
 def test_merges_that_could_never_happen_are_refused(merges):
     with pytest.raises(ValueError, match="merge"): BPETokenizer(merges)
 
@@ -518,7 +519,7 @@ def test_save_and_load(small, tmp_path):
     path = tmp_path / "deep" / "tok.json"
     small.save(path)
     back = BPETokenizer.load(path)
-    assert (back.merges, back.special_ids, back.pattern, back.fingerprint) == (small.merges, small.special_ids, small.pattern, small.fingerprint)
+    for name in ("merges", "special_ids", "pattern", "fingerprint"): assert getattr(back, name) == getattr(small, name)
     first = path.read_bytes()
     back.save(path)
     assert path.read_bytes() == first
@@ -531,9 +532,11 @@ def test_a_tokenizer_travels_by_pickle(small):
     assert back.fingerprint == small.fingerprint and back.encode(LINES[0]) == small.encode(LINES[0])
 
 
-CHANGES = [{"format": "other"}, {"version": 2}, {"version": None}, {"merges": ["97"]}, {"merges": [[97, 98]]}, {"merges": ["97 x"]}, {"merges": "97 98"},
-           {"merges": ["97 99999"]}, {"merges": None}, {"pattern": "("}, {"pattern": None}, {"pattern": r"\w+"}, {"special_tokens": "<|eot|>"},
-           {"special_tokens": ["a", "a"]}, {"special_tokens": [1]}, {"special_tokens": None}, {"fingerprint": "0"}, {"fingerprint": None}, {"extra": 1}]
+CHANGES = [
+    {"format": "other"}, {"version": 2}, {"version": None}, {"extra": 1}, {"fingerprint": "0"}, {"fingerprint": None},
+    {"merges": ["97"]}, {"merges": [[97, 98]]}, {"merges": ["97 x"]}, {"merges": "97 98"}, {"merges": ["97 99999"]}, {"merges": None},
+    {"pattern": "("}, {"pattern": None}, {"pattern": r"\w+"},
+    {"special_tokens": "<|eot|>"}, {"special_tokens": ["a", "a"]}, {"special_tokens": [1]}, {"special_tokens": None}]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
@@ -585,7 +588,8 @@ def test_transformers_opens_the_folder(small, tmp_path, parity):
     texts = ["  Hello World.", "a\n\n\tb  ", "it's 12345 é 你好 👍🏽", "<|endoftext|>a", *LINES]
     ours = [small.encode(t, allowed_special="all") for t in texts]
     theirs = [auto(t, add_special_tokens=False)["input_ids"] for t in texts]
-    parity("AutoTokenizer on to_hf", "tokenizer.bpe", "transformers", transformers.__version__, sum(a != b for a, b in zip(ours, theirs, strict=True)), 0)
+    differ = sum(a != b for a, b in zip(ours, theirs, strict=True))
+    parity("AutoTokenizer on to_hf", "tokenizer.bpe", "transformers", transformers.__version__, differ, 0)
     assert auto.eos_token_id == small.eos_id and len(auto) == small.vocab_size
     assert [auto.decode(i) for i in ours] == texts
 
