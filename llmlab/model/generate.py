@@ -73,7 +73,7 @@ def sample(
     if not isinstance(generator, (list, tuple)): return torch.multinomial(p, 1, generator=generator)[:, 0]
     return torch.cat([torch.multinomial(row, 1, generator=g) for row, g in zip(p, generator, strict=True)])
 
-# %% ../../nbs/model/07_generate.ipynb #dccf24d0
+# %% ../../nbs/model/07_generate.ipynb #e384b97e
 class KVCache:
     "Keys and values of every layer for all tokens so far; knows where the next tokens are."
 
@@ -101,11 +101,7 @@ class KVCache:
         keys[:, :, start:end], values[:, :, start:end] = k, v
         return keys[:, :, :end], values[:, :, :end]
 
-    def advance(self, t: int):
-        "Every layer has kept `t` more tokens."
-        self.length += t
-
-# %% ../../nbs/model/07_generate.ipynb #afc13607
+# %% ../../nbs/model/07_generate.ipynb #400e3a80
 def turn(
     x: Tensor,  # (B,H,t,D)
     cos: Tensor,  # (t,D) or (B,t,D)
@@ -127,6 +123,12 @@ def where(self: KVCache, t: int) -> Where:
         slots = torch.arange(end, device=cos.device)
         mask = cache_mask(slots[start:].expand(len(pads), t), end, slots >= pads[:, None])
     return Where(lambda q, k: (turn(q, cos, sin), turn(k, cos, sin)), mask, self)
+
+
+@patch
+def advance(self: KVCache, t: int):
+    "Every layer has kept `t` more tokens; the model says so after its last block."
+    self.length += t
 
 # %% ../../nbs/model/07_generate.ipynb #cb986102
 @contextmanager

@@ -32,7 +32,8 @@ def run():
         return [ours.encode(t) for t in texts]
 
     assert lesson() == tiktoken() == ours.encode_batch(texts)
-    settings = {"amount": sum(len(t.encode()) for t in texts) / 1e6, "unit": "MB/s", "clock": time.process_time, "packages": ("tiktoken", "regex")}
+    size = sum(len(t.encode()) for t in texts) / 1e6
+    settings = {"amount": size, "unit": "MB/s", "clock": time.process_time, "packages": ("tiktoken", "regex")}
     rows.append(compare("bpe_encode_lesson", "tiktoken", lesson, tiktoken, **settings))
     rows.append(compare("bpe_encode_fast", "tiktoken", lambda: ours.encode_batch(texts, threads=1), tiktoken, **settings))
     return rows

@@ -28,7 +28,8 @@ def run():
         ours = lambda: generate(model, ids, NEW)
         theirs = lambda: llama.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
         assert ours() == theirs()[:, 32:].tolist(), "greedy ids differ"
-        return [compare("generate_fp32", "transformers", ours, theirs, amount=NEW, unit="tokens/s", clock=time.process_time, packages=("transformers",))]
+        return [compare("generate_fp32", "transformers", ours, theirs, amount=NEW, unit="tokens/s", clock=time.process_time,
+                        packages=("transformers",))]
     finally: torch.set_num_threads(threads)
 
 

@@ -63,8 +63,8 @@ def run():
     try:
         has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
         result = [row("fp32")]
-        result.append(row("bf16") if has_bf16 else row("bf16", repeat=3, rows=1) | {"note": "this CPU has no bfloat16 units; 1 row of tokens"})
-        if has_bf16: result.append(row("bf16", "transformers_compiled"))
+        if has_bf16: result += [row("bf16"), row("bf16", "transformers_compiled")]
+        else: result.append(row("bf16", repeat=3, rows=1) | {"note": "this CPU has no bfloat16 units; 1 row of tokens"})
         return result
     finally: torch.set_num_threads(threads)
 

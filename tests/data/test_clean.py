@@ -127,7 +127,8 @@ def test_the_cheap_look_misses_no_longer_match(alphabet):
 @given(accidents)
 @example("A\u0303\u00a9")  # NFC makes a broken pair of it
 @example("Ã\u200b©")  # so does taking out what is invisible
-@example("Ã\x81©")
+@example("\xd0\xb2\xad\u20ac\u2022")  # so does the soft hyphen that goes after the repair
+@example("\xc2 \u03ba")  # the repair makes a no-break space
 @example("x \n\u3000\n\n\n \n\n")
 @settings(deadline=None, max_examples=400)
 def test_cleaning_twice_is_cleaning_once(text):

@@ -1,6 +1,7 @@
 "Sampling at every setting; cached equals uncached, batched equals single, greedy equals transformers; bad input."
 
 import math
+from importlib.metadata import version
 from itertools import product
 
 import pytest
@@ -27,8 +28,8 @@ def uncached(model, prompt, n):
     return ids[len(prompt):]
 
 
-HARD = {"plain": [2.0, 1.0, 0.5, -1.0], "ties": [1.0, 1.0, 1.0, 0.0], "banned": [-math.inf, 3.0, 2.0, -math.inf], "huge": [1e4, 9999.0, -1e4, 0.0],
-        "one": [-math.inf, -math.inf, 0.0, -math.inf], "tiny": [1e-30, 0.0, -1e-30, 1e-31]}
+HARD = {"plain": [2.0, 1.0, 0.5, -1.0], "ties": [1.0, 1.0, 1.0, 0.0], "banned": [-math.inf, 3.0, 2.0, -math.inf],
+        "huge": [1e4, 9999.0, -1e4, 0.0], "one": [-math.inf, -math.inf, 0.0, -math.inf], "tiny": [1e-30, 0.0, -1e-30, 1e-31]}
 
 
 @pytest.mark.parametrize("name", HARD)
@@ -63,7 +64,8 @@ def test_filters_equal_those_of_transformers(seed, temperature, top_k, top_p):
 
     x = 3 * torch.randn(2, 30, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     theirs = x
-    for warp in (TemperatureLogitsWarper(temperature), TopKLogitsWarper(min(top_k, 30)), TopPLogitsWarper(top_p)): theirs = warp(None, theirs)
+    warpers = TemperatureLogitsWarper(temperature), TopKLogitsWarper(min(top_k, 30)), TopPLogitsWarper(top_p)
+    for warp in warpers: theirs = warp(None, theirs)
     assert max_diff(filter_logits(x, temperature, top_k, top_p).softmax(-1), theirs.softmax(-1)) < 1e-12
 
 
@@ -81,8 +83,8 @@ def test_logits_without_a_best_are_an_error(bad, temperature):
         with pytest.raises(ValueError, match="no best token"): f(torch.tensor([[1.0, 0.0], bad]), temperature)
 
 
-@pytest.mark.parametrize("wrong", [dict(temperature=-1), dict(temperature=math.nan), dict(temperature=math.inf), dict(top_k=0), dict(top_k=-3),
-                                   dict(top_k=2.5), dict(top_p=0), dict(top_p=1.1), dict(top_p=-0.1), dict(top_p=math.nan)])
+@pytest.mark.parametrize("wrong", [dict(temperature=-1), dict(temperature=math.nan), dict(temperature=math.inf), dict(top_k=0),
+                                   dict(top_k=-3), dict(top_k=2.5), dict(top_p=0), dict(top_p=1.1), dict(top_p=-0.1), dict(top_p=math.nan)])
 def test_settings_that_mean_nothing_are_refused(wrong):
     (name, value), = wrong.items()
     with pytest.raises(ValueError, match=f"{name}.*{value}"): filter_logits(torch.randn(1, 5), **wrong)
@@ -132,14 +134,13 @@ def test_batches_equal_single_prompts_and_no_cache():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_greedy_ids_equal_transformers(dtype, parity):
-    import transformers
-
     model = model_of(dtype)
     llama = make_llama(model).eval()
     ids = torch.randint(61, (3, 10))
     theirs = llama.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=38, do_sample=False)[:, 10:].tolist()
     ours = generate(model, ids, 38)
-    parity(f"ids of greedy generation that differ, 3 x 38, {str(dtype)[6:]}", "model.generate", "transformers generate", transformers.__version__,
+    parity(f"ids of greedy generation that differ, 3 x 38, {str(dtype)[6:]}", "model.generate", "transformers generate",
+           version("transformers"),
            sum(a != b for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)), 0)
 
 
@@ -165,7 +166,8 @@ def test_the_context_may_be_filled_but_not_exceeded():
 
 
 @pytest.mark.parametrize("prompts, says", [([], "no prompts"), ([[]], "prompt 0 is empty"), ([[1], []], "prompt 1 is empty"),
-                                           (torch.zeros(0, 4, dtype=torch.int64), "no prompts"), (torch.zeros(2, 0, dtype=torch.int64), "prompt 0 is empty"),
+                                           (torch.zeros(0, 4, dtype=torch.int64), "no prompts"),
+                                           (torch.zeros(2, 0, dtype=torch.int64), "prompt 0 is empty"),
                                            ([[61]], "token id 61 lies outside"), ([[-1, 3]], "token id -1 lies outside")])
 def test_prompts_that_cannot_be_continued_are_refused(prompts, says):
     with pytest.raises(ValueError, match=says): generate(MODEL, prompts, 3)

@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -111,7 +112,6 @@ def test_any_head_will_do():
 
 
 def test_loss_and_gradients_equal_transformers(parity):
-    import transformers
     from llama_reference import in_float64, llama_name, make_llama
 
     model, batch = model_of(), random_batch()
@@ -121,8 +121,8 @@ def test_loss_and_gradients_equal_transformers(parity):
         loss = llama(input_ids=batch.ids, labels=labels, shift_labels=labels).loss
         loss.backward()
     theirs = {"loss": loss.detach()} | {n: dict(llama.named_parameters())[llama_name(n)].grad for n, _ in model.named_parameters()}
-    parity("masked next-token loss and every gradient, chunked, float64", "model.objectives", "transformers Llama loss", transformers.__version__,
-           max_diff(gradients(model, [batch], NextToken(5)), theirs), 1e-10)
+    parity("masked next-token loss and every gradient, chunked, float64", "model.objectives", "transformers Llama loss",
+           version("transformers"), max_diff(gradients(model, [batch], NextToken(5)), theirs), 1e-10)
 
 
 def test_bf16_softmax_is_float32(parity):
@@ -142,7 +142,8 @@ def test_bf16_softmax_is_float32(parity):
 
 
 def test_a_bfloat16_model_has_bfloat16_gradients():
-    head, h, targets = nn.Linear(64, 500, bias=False).bfloat16(), torch.randn(300, 64).bfloat16().requires_grad_(), torch.randint(500, (300,))
+    head, targets = nn.Linear(64, 500, bias=False).bfloat16(), torch.randint(500, (300,))
+    h = torch.randn(300, 64).bfloat16().requires_grad_()
     loss = fused_nll(h, head, targets, 128)
     loss.backward()
     assert loss.dtype == torch.float32 and h.grad.dtype == head.weight.grad.dtype == torch.bfloat16
@@ -182,8 +183,10 @@ def test_what_stands_in_padding_does_not_matter():
 @pytest.mark.parametrize("lengths", [(3, 5, 1, 7), (1, 1, 1), (2,), (6, 1, 9, 4)])
 def test_packed_documents_give_the_losses_and_gradients_of_separate_rows(lengths):
     docs = [torch.randint(37, (n + 1,), generator=torch.Generator().manual_seed(i)) for i, n in enumerate(lengths)]
-    packed = Batch(torch.cat([d[:-1] for d in docs])[None], torch.cat([d[1:] for d in docs])[None], torch.ones(1, sum(lengths), dtype=torch.bool),
-                   positions=torch.cat([torch.arange(n) for n in lengths])[None], doc_ids=torch.arange(len(docs)).repeat_interleave(torch.tensor(lengths))[None])
+    doc_ids = torch.arange(len(docs)).repeat_interleave(torch.tensor(lengths))[None]
+    ids, targets = torch.cat([d[:-1] for d in docs])[None], torch.cat([d[1:] for d in docs])[None]
+    packed = Batch(ids, targets, torch.ones_like(ids, dtype=torch.bool), positions=torch.cat([torch.arange(n) for n in lengths])[None],
+                   doc_ids=doc_ids)
     rows = [next_token_batch(d[None]) for d in docs]
     together, alone = NextToken()(MODEL, packed)["loss"], add_terms(NextToken()(MODEL, r) for r in rows)["loss"]
     assert together.count == alone.count and max_diff(together.sum, alone.sum) < 1e-10
@@ -213,8 +216,8 @@ def test_bad_batches_are_refused():
         wrong = replace(batch, targets=torch.where(batch.targets == 4, 37, batch.targets))
         with pytest.raises(ValueError, match="target 37 lies outside the vocabulary 0..36"): NextToken(chunk)(MODEL, wrong)
     with pytest.raises(ValueError, match="chunk"): NextToken(-1)
-    with pytest.raises(ValueError, match="at least 1 row"): fused_nll(torch.randn(2, 3), nn.Linear(3, 4, bias=False), torch.tensor([0, 1]), 0)
-    with pytest.raises(ValueError, match="at least 1 row"): chunked_logprobs(torch.randn(2, 3), nn.Linear(3, 4), torch.tensor([0, 1]), 0)
+    for f in (fused_nll, chunked_logprobs):
+        with pytest.raises(ValueError, match="at least 1 row"): f(torch.randn(2, 3), nn.Linear(3, 4, bias=False), torch.tensor([0, 1]), 0)
     empty = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
     with pytest.raises(ValueError, match="count of 0"): weighted_loss(NextToken()(MODEL, empty), NextToken().counts(empty))
 

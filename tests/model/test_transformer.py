@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import FrozenInstanceError, replace
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -40,8 +41,6 @@ def packed(lengths, vocab=53, padding=0):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_and_every_gradient_equal_llama(shape, parity):
-    import transformers
-
     model = model_of(**SHAPES[shape])
     ids, targets = torch.randint(53, (2, 2, 30))
     with in_float64():
@@ -53,24 +52,20 @@ def test_logits_and_every_gradient_equal_llama(shape, parity):
     grads = {n: p.grad for n, p in llama.named_parameters()}
     assert len(list(model.parameters())) == len(grads) and ours.dtype == torch.float64
     assert all(p.grad.abs().max() > 0 for p in model.parameters())
-    parity(f"logits of a Transformer with {shape}, float64", "model.transformer", "transformers Llama", transformers.__version__,
+    parity(f"logits of a Transformer with {shape}, float64", "model.transformer", "transformers Llama", version("transformers"),
            max_diff(ours, theirs), 1e-10)
-    parity(f"gradient of every parameter with {shape}, float64", "model.transformer", "transformers Llama", transformers.__version__,
+    parity(f"gradient of every parameter with {shape}, float64", "model.transformer", "transformers Llama", version("transformers"),
            max(max_diff(p.grad, grads[llama_name(n)]) for n, p in model.named_parameters()), 1e-10)
 
 
 def test_logits_equal_unmodified_llama_in_float32(parity):
-    import transformers
-
     model = model_of(num_kv_heads=2, init_std=0.1).float()
     ids = torch.randint(53, (2, 40))
-    parity("logits of a Transformer, float32", "model.transformer", "transformers Llama (sdpa)", transformers.__version__,
+    parity("logits of a Transformer, float32", "model.transformer", "transformers Llama (sdpa)", version("transformers"),
            max_diff(model(ids), make_llama(model, "sdpa")(input_ids=ids).logits), 1e-5)
 
 
 def test_packed_row_equals_llama_with_the_same_mask(parity):
-    import transformers
-
     model = model_of(num_kv_heads=2)
     _, batch = packed((3, 5, 1, 7), padding=3)
     real = (batch.doc_ids >= 0)[0]
@@ -83,7 +78,7 @@ def test_packed_row_equals_llama_with_the_same_mask(parity):
     ours[:, real].sin().sum().backward()
     grads = {n: p.grad for n, p in llama.named_parameters()}
     gap = max(max_diff(p.grad, grads[llama_name(n)]) for n, p in model.named_parameters())
-    parity("packed row with document mask, logits and gradients", "model.transformer", "transformers Llama", transformers.__version__,
+    parity("packed row with document mask, logits and gradients", "model.transformer", "transformers Llama", version("transformers"),
            max(gap, max_diff(ours[:, real], theirs[:, real])), 1e-10)
 
 
@@ -151,7 +146,8 @@ def test_first_weights_depend_on_the_generator_alone():
     a = Transformer(config, torch.Generator().manual_seed(7))
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    b, other, default = Transformer(config, torch.Generator().manual_seed(7)), Transformer(config, torch.Generator().manual_seed(8)), Transformer(config)
+    b, other = (Transformer(config, torch.Generator().manual_seed(s)) for s in (7, 8))
+    default = Transformer(config)
     assert max_diff(a.state_dict(), b.state_dict()) == 0 < max_diff(a.state_dict(), other.state_dict())
     assert max_diff(default.state_dict(), Transformer(config, torch.Generator().manual_seed(0)).state_dict()) == 0
     twice = Transformer(config, torch.Generator().manual_seed(1)).double()
@@ -169,8 +165,8 @@ def test_first_weights_have_the_stated_widths():
 
 def test_names_and_sharing():
     tied, untied = Transformer(ModelConfig(50, 32, num_layers=1)), Transformer(ModelConfig(50, 32, num_layers=1, tie_embeddings=False))
-    block = [f"blocks.0.{n}.weight" for n in ("attention_norm", "attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj",
-                                              "mlp_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")]
+    parts = ["attention_norm", "mlp_norm", *(f"attention.{x}_proj" for x in "qkvo"), *(f"mlp.{x}_proj" for x in ("gate", "up", "down"))]
+    block = [f"blocks.0.{n}.weight" for n in parts]
     for m in (tied, untied): assert set(m.state_dict()) == {"embed_tokens.weight", *block, "norm.weight", "head.weight"}
     assert canonical_names(tied)["head.weight"] == "embed_tokens.weight" and canonical_names(untied)["head.weight"] == "head.weight"
     assert tied.double().head.weight is tied.embed_tokens.weight
@@ -201,10 +197,12 @@ def test_dropout_is_active_in_training_only():
 
 
 @pytest.mark.parametrize("wrong, says", [
-    (dict(num_heads=3), "hidden_size 32 is no multiple of num_heads 3"), (dict(num_kv_heads=3), "num_heads 4 is no multiple of num_kv_heads 3"),
+    (dict(num_heads=3), "hidden_size 32 is no multiple of num_heads 3"),
+    (dict(num_kv_heads=3), "num_heads 4 is no multiple of num_kv_heads 3"),
     (dict(num_heads=32), "must be even|make it even"), (dict(vocab_size=0), "vocab_size must be a positive integer, got 0"),
     (dict(hidden_size=0), "hidden_size"), (dict(hidden_size=-32), "hidden_size"), (dict(num_layers=0), "num_layers"),
-    (dict(num_heads=0), "num_heads"), (dict(context=0), "context"), (dict(vocab_size=1.5), "vocab_size"), (dict(num_layers=True), "num_layers"),
+    (dict(num_heads=0), "num_heads"), (dict(context=0), "context"), (dict(vocab_size=1.5), "vocab_size"),
+    (dict(num_layers=True), "num_layers"),
     (dict(dropout=1.0), "dropout"), (dict(dropout=-0.1), "dropout"), (dict(dropout=math.nan), "dropout"), (dict(init_std=0.0), "init_std"),
     (dict(rope_theta=-1.0), "rope_theta"), (dict(norm_eps=math.nan), "norm_eps"), (dict(intermediate_size=0), "intermediate_size"),
     (dict(num_kv_heads=0), "num_kv_heads"), (dict(vocab_size="50"), "vocab_size")])
@@ -218,7 +216,8 @@ def test_configs_are_values():
     assert ModelConfig(50, 384, num_heads=6).intermediate_size == 1024  # 8/3 exactly is not rounded up further
     assert ModelConfig.from_dict(config.to_dict()) == config
     with pytest.raises(FrozenInstanceError): config.num_layers = 2
-    with pytest.raises(ValueError, match=r"unknown settings \['layers'\].*num_layers"): ModelConfig.from_dict({"vocab_size": 5, "layers": 3})
+    with pytest.raises(ValueError, match=r"unknown settings \['layers'\].*num_layers"):
+        ModelConfig.from_dict({"vocab_size": 5, "layers": 3})
 
 
 @pytest.mark.parametrize("ids, says", [
