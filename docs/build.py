@@ -55,23 +55,34 @@ def site():
     shutil.rmtree(build, ignore_errors=True)
     shutil.copytree(NBS, source, ignore=shutil.ignore_patterns(".*", "_*", "*.tmp"))
     outside = r"\[([^\]]+)\]\((?:\.\./)+(?!\w+/\d\d_)(?!\w+\.ipynb)[^)\s]+\)"  # links out of nbs/ have no page in the site
-    for page in source.rglob("*.ipynb"): page.write_text(re.sub(outside, r"`\1`", page.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in source.rglob("*.ipynb"):
+        page.write_text(re.sub(outside, r"`\1`", page.read_text(encoding="utf-8")), encoding="utf-8")
     parts = [{"caption": c, "chapters": [{"file": f"{c}/{p.stem}"} for p in pages(c)]} for c in chapters() if pages(c)]
     parts.insert(0, {"caption": "start", "chapters": [{"file": "tour"}]})
     toc = {"format": "jb-book", "root": "index", "parts": parts}
     meta = metadata()
-    config = {"title": meta["name"], "author": meta["author"], "logo": "", "only_build_toc_files": True,
-              "execute": {"execute_notebooks": "off"}, "html": {"use_repository_button": False}}
+    config = {
+        "title": meta["name"],
+        "author": meta["author"],
+        "logo": "",
+        "only_build_toc_files": True,
+        "execute": {"execute_notebooks": "off"},
+        "html": {"use_repository_button": False},
+    }
     (source / "_toc.yml").write_text(json.dumps(toc), encoding="utf-8")  # JSON is YAML
     (source / "_config.yml").write_text(json.dumps(config), encoding="utf-8")
     command = [Path(sys.executable).parent / "jupyter-book", "build", source, "--path-output", build / "work", "-W", "--keep-going"]
     result = subprocess.run(list(map(str, command)))
-    if result.returncode: sys.exit(f"jupyter-book stopped with status {result.returncode}: the warnings above name page and line")
+    if result.returncode:
+        sys.exit(f"jupyter-book stopped with status {result.returncode}: the warnings above name page and line")
     shutil.move(build / "work" / "_build" / "html", build / "html")
     print(f"\nthe site: {build / 'html' / 'index.html'}")
 
 
 if __name__ == "__main__":
-    if "--requirements" in sys.argv: print(*metadata()["docs_requirements"].split())
-    elif "--readme" in sys.argv: (ROOT / "README.md").write_text(readme(), encoding="utf-8")
-    else: site()
+    if "--requirements" in sys.argv:
+        print(*metadata()["docs_requirements"].split())
+    elif "--readme" in sys.argv:
+        (ROOT / "README.md").write_text(readme(), encoding="utf-8")
+    else:
+        site()

@@ -25,7 +25,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--slow"): return
+    if config.getoption("--slow"):
+        return
     slow = [i for i in items if i.get_closest_marker("slow")]
     config.hook.pytest_deselected(items=slow)
     items[:] = [i for i in items if i not in slow]
@@ -41,7 +42,8 @@ def root():
 def shared_data():
     "Real files from public projects, kept beside the project where there are any."
     path = ROOT.parent / "shared" / "data"
-    if not path.is_dir(): pytest.skip("real data files are not beside the project")
+    if not path.is_dir():
+        pytest.skip("real data files are not beside the project")
     return path
 
 
@@ -52,8 +54,13 @@ def parity(request):
     def record(claim, module, reference, version, max_abs_diff, tolerance):
         assert max_abs_diff <= tolerance, f"{claim}: difference {max_abs_diff:.3g} from {reference}, allowed {tolerance:.3g}"
         request.config.stash[PROOFS][claim, reference] = dict(
-            claim=claim, module=module, reference=reference, version=str(version),
-            max_abs_diff=float(max_abs_diff), tolerance=float(tolerance))
+            claim=claim,
+            module=module,
+            reference=reference,
+            version=str(version),
+            max_abs_diff=float(max_abs_diff),
+            tolerance=float(tolerance),
+        )
 
     return record
 
@@ -73,7 +80,8 @@ def pytest_sessionfinish(session, exitstatus):
     if surprise:
         print("\nskipped, but not on tests/allowed_skips.json:", *(f"\n  {n}: {r}" for n, r in surprise))
         session.exitstatus = 1
-    if session.config.getoption("--write-parity"): write_parity(session.config.stash[PROOFS].values())
+    if session.config.getoption("--write-parity"):
+        write_parity(session.config.stash[PROOFS].values())
 
 
 def write_parity(rows):
@@ -81,7 +89,16 @@ def write_parity(rows):
 
     rows = sorted(rows, key=lambda r: (r["module"], r["claim"], r["reference"]))
     save_json(rows, ROOT / "tests" / "parity.json")
-    lines = ["# Parity", "", "Each claim is a test: ours against the reference, largest absolute difference. `make parity` writes this page.", "",
-             "| module | claim | reference | largest difference | tolerance |", "|---|---|---|---|---|"]
-    lines += [f"| {r['module']} | {r['claim']} | {r['reference']} {r['version']} | {r['max_abs_diff']:.2g} | {r['tolerance']:.2g} |" for r in rows]
-    with atomic_write(ROOT / "tests" / "PARITY.md") as f: f.write("\n".join(lines) + "\n")
+    lines = [
+        "# Parity",
+        "",
+        "Each claim is a test: ours against the reference, largest absolute difference. `make parity` writes this page.",
+        "",
+        "| module | claim | reference | largest difference | tolerance |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r['module']} | {r['claim']} | {r['reference']} {r['version']} | {r['max_abs_diff']:.2g} | {r['tolerance']:.2g} |" for r in rows
+    ]
+    with atomic_write(ROOT / "tests" / "PARITY.md") as f:
+        f.write("\n".join(lines) + "\n")

@@ -140,7 +140,7 @@ def _walk(page: _Page, node, depth: int = 0):
         else: kind(page, child, depth + 1)
         child = child.next
 
-# %% ../../nbs/data/03_clean.ipynb #230425b1
+# %% ../../nbs/data/03_clean.ipynb #26eddc29
 def _drop_skipped(node):
     "Remove what is skipped below `node`, the inner before the outer."
     for skipped in reversed(node.css(",".join([*SKIPPED.split(), HIDDEN]))): skipped.decompose()
@@ -154,7 +154,7 @@ def _flat(page: _Page, node):
 def _br(page: _Page, node, depth: int):
     page.due = {0: BREAK, BREAK: PARAGRAPH}.get(page.due, page.due)
 
-
+# %% ../../nbs/data/03_clean.ipynb #3b3da40e
 def _list(page: _Page, node, depth: int):
     "A nested list continues the one around it without a blank line; `start` is heeded."
     start = node.attributes.get("start") or ""

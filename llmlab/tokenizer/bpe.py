@@ -470,7 +470,7 @@ class Encoder(Decoder):
             else: ids.extend(chain.from_iterable(map(self._words.__getitem__, self._split(part))))
         return ids
 
-# %% ../../nbs/tokenizer/01_bpe.ipynb #606a9e58
+# %% ../../nbs/tokenizer/01_bpe.ipynb #373ac1e2
 class FastEncoder(Encoder):
     "The same ids at the speed of tiktoken."
 
@@ -488,7 +488,7 @@ class FastEncoder(Encoder):
         self,
         texts,  # iterable of strings
         allowed_special=(),  # as in `encode`
-        threads: int = 2,
+        threads: int = 2,  # of tiktoken
     ) -> list:  # of lists of ids, as `encode` gives them
         "Encode many texts; errors as in `encode`, with the number of the text."
         names, texts = allowed_names(allowed_special, self.special_ids), list(texts)
@@ -537,7 +537,7 @@ def read_state(
     if state.keys() != KEYS: raise ValueError(f"{path}: keys missing or unknown: {sorted(state.keys() ^ KEYS)}")
     return state
 
-# %% ../../nbs/tokenizer/01_bpe.ipynb #52423da3
+# %% ../../nbs/tokenizer/01_bpe.ipynb #1effc090
 class Stored(FastEncoder):
     "Files."
 
@@ -548,7 +548,10 @@ class Stored(FastEncoder):
 
         return content_hash([self.pattern, self.merges, self.special_tokens])
 
-    def save(self, path):
+    def save(
+        self,
+        path,  # a .json file
+    ):
         "Write the tokenizer as one JSON file, atomically; equal tokenizers give equal files."
         from llmlab.core.util import save_json
 
@@ -556,7 +559,10 @@ class Stored(FastEncoder):
                    "merges": [f"{a} {b}" for a, b in self.merges], "fingerprint": self.fingerprint}, path)
 
     @classmethod
-    def load(cls, path):
+    def load(
+        cls,
+        path,  # a file written by `save`
+    ) -> "Stored":  # of the class it is called on
         "Read a saved tokenizer; a file that is broken, foreign or altered is a ValueError that names it."
         state = read_state(path)
         try: tokenizer = cls([map(int, m.split(" ")) for m in state["merges"]], state["special_tokens"], "" + state["pattern"])

@@ -28,14 +28,21 @@ def cpu():
 
 
 def render(rows, machine):
-    lines = ["# Ours and the peers", "", f"Measured in one run on: {machine}. `speedup` above 1: ours is faster. Spread: of the ratio over the rounds. "
-             "The target is what the part is to reach in the end; where it is missed, the row says so.", "",
-             "| bench | peer | ours | theirs | unit | speedup | spread | target | versions |", "|---|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "# Ours and the peers",
+        "",
+        f"Measured in one run on: {machine}. `speedup` above 1: ours is faster. Spread: of the ratio over the rounds. "
+        "The target is what the part is to reach in the end; where it is missed, the row says so.",
+        "",
+        "| bench | peer | ours | theirs | unit | speedup | spread | target | versions |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     for r in rows:
         goal = TARGETS.get(r["bench"], {}).get(r["peer"])
         verdict = "" if goal is None else f"{goal}{'' if r['speedup'] >= goal else ' (missed)'}"
         versions = ", ".join(f"{k} {v}" for k, v in r["versions"].items())
-        lines.append(f"| {r['bench']} | {r['peer']} | {r['ours']} | {r['theirs']} | {r['unit']} | {r['speedup']} | {r['spread']} | {verdict} | {versions} |")
+        figures = " | ".join(str(r[k]) for k in ("bench", "peer", "ours", "theirs", "unit", "speedup", "spread"))
+        lines.append(f"| {figures} | {verdict} | {versions} |")
     return "\n".join(lines) + "\n"
 
 
@@ -44,15 +51,18 @@ def main(names):
     every = sorted(p.stem for p in HERE.glob("bench_*.py"))
     chosen = [f"bench_{n}" for n in names] or every
     unknown = [n for n in chosen if n not in every]
-    if unknown: sys.exit(f"no {unknown[0]}; there are: {', '.join(e.removeprefix('bench_') for e in every)}")
+    if unknown:
+        sys.exit(f"no {unknown[0]}; there are: {', '.join(e.removeprefix('bench_') for e in every)}")
     path = HERE / "results.json"
     old = load_json(path) if names and path.exists() else []
     new = [row for name in tqdm(chosen, unit="bench") for row in importlib.import_module(name).run()]
     fresh = {(r["bench"], r["peer"]) for r in new}
     rows = sorted([r for r in old if (r["bench"], r["peer"]) not in fresh] + new, key=lambda r: (r["bench"], r["peer"]))
     save_json(rows, path)
-    with atomic_write(HERE / "RESULTS.md") as f: f.write(render(rows, cpu()))
+    with atomic_write(HERE / "RESULTS.md") as f:
+        f.write(render(rows, cpu()))
     print(render(rows, cpu()))
 
 
-if __name__ == "__main__": main(sys.argv[1:])
+if __name__ == "__main__":
+    main(sys.argv[1:])

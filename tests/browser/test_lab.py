@@ -13,8 +13,16 @@ from pathlib import Path
 import pytest
 
 CHROMIUM = shutil.which("chromium")
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync"]
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +31,17 @@ def lab(root, tmp_path_factory):
     home = tmp_path_factory.mktemp("lab")
     shutil.copytree(root / "nbs", home / "nbs", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
     env = os.environ | {f"JUPYTER_{k}_DIR": str(home / k) for k in ("CONFIG", "DATA", "RUNTIME")} | {"IPYTHONDIR": str(home / "ipython")}
-    words = ["-m", "jupyter", "lab", "--no-browser", "--ServerApp.port=0", "--IdentityProvider.token=", "--ServerApp.password=",
-             f"--notebook-dir={home / 'nbs'}", *(["--allow-root"] if os.geteuid() == 0 else [])]
+    words = [
+        "-m",
+        "jupyter",
+        "lab",
+        "--no-browser",
+        "--ServerApp.port=0",
+        "--IdentityProvider.token=",
+        "--ServerApp.password=",
+        f"--notebook-dir={home / 'nbs'}",
+        *(["--allow-root"] if os.geteuid() == 0 else []),
+    ]
     server = subprocess.Popen([sys.executable, *words], env=env, cwd=home, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         end = time.monotonic() + 60
@@ -33,8 +50,12 @@ def lab(root, tmp_path_factory):
             time.sleep(0.2)
         url = json.loads(found[0].read_text())["url"]
         while True:
-            try: urllib.request.urlopen(url + "api/status", timeout=5); break
-            except OSError: assert time.monotonic() < end; time.sleep(0.2)
+            try:
+                urllib.request.urlopen(url + "api/status", timeout=5)
+                break
+            except OSError:
+                assert time.monotonic() < end
+                time.sleep(0.2)
         yield url, home / "nbs"
     finally:
         server.terminate()
@@ -45,9 +66,13 @@ def lab(root, tmp_path_factory):
 def page(lab, tmp_path):
     "A new browser."
     from playwright.sync_api import sync_playwright
-    if CHROMIUM is None: pytest.skip("no chromium on this machine")
+
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine")
     with sync_playwright() as p:
-        browser = p.chromium.launch_persistent_context(tmp_path / "profile", executable_path=CHROMIUM, args=FLAGS, viewport={"width": 1200, "height": 1600})
+        browser = p.chromium.launch_persistent_context(
+            tmp_path / "profile", executable_path=CHROMIUM, args=FLAGS, viewport={"width": 1200, "height": 1600}
+        )
         yield browser.new_page()
         browser.close()
 
@@ -64,7 +89,8 @@ def run_all(page, url, name, seconds):
     while time.monotonic() < end:
         page.wait_for_timeout(1000)
         status = page.locator(".jp-Notebook-ExecutionIndicator").first.get_attribute("data-status")
-        if status == "idle" and not re.search(r"\[\*\]", page.locator(".jp-NotebookPanel").first.inner_text()): return
+        if status == "idle" and not re.search(r"\[\*\]", page.locator(".jp-NotebookPanel").first.inner_text()):
+            return
     raise AssertionError(f"{name} was not done after {seconds} s")
 
 
@@ -73,7 +99,8 @@ def saved(page, path):
     before = path.stat().st_mtime_ns
     page.keyboard.press("Control+s")
     end = time.monotonic() + 20
-    while path.stat().st_mtime_ns == before and time.monotonic() < end: page.wait_for_timeout(200)
+    while path.stat().st_mtime_ns == before and time.monotonic() < end:
+        page.wait_for_timeout(200)
     page.wait_for_timeout(500)
     return [c for c in json.loads(Path(path).read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
 

@@ -17,9 +17,16 @@ import llmlab
 
 ROOT = rules.ROOT
 BIN = Path(sys.executable).parent
-SOURCES = [p for p in ROOT.rglob("*") if p.is_file() and p.suffix in (".py", ".md", ".toml", ".ini", ".txt", ".ipynb", ".cff", ".json", "")
-           and not any(part.startswith(".") and part != ".ci" or part in ("runs", "_docs", "build", "dist", "__pycache__")
-                       or part.endswith(".egg-info") for part in p.relative_to(ROOT).parts)]
+SOURCES = [
+    p
+    for p in ROOT.rglob("*")
+    if p.is_file()
+    and p.suffix in (".py", ".md", ".toml", ".ini", ".txt", ".ipynb", ".cff", ".json", "")
+    and not any(
+        part.startswith(".") and part != ".ci" or part in ("runs", "_docs", "build", "dist", "__pycache__") or part.endswith(".egg-info")
+        for part in p.relative_to(ROOT).parts
+    )
+]
 
 
 def settings():
@@ -30,8 +37,11 @@ def settings():
 
 def page(path, *cells, **metadata):
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = [{"cell_type": kind, "source": source, "metadata": {}, "id": f"c{i}"} | ({"outputs": [], "execution_count": None} if kind == "code" else {})
-            for i, (kind, source) in enumerate(cells)]
+    made = [
+        {"cell_type": kind, "source": source, "metadata": {}, "id": f"c{i}"}
+        | ({"outputs": [], "execution_count": None} if kind == "code" else {})
+        for i, (kind, source) in enumerate(cells)
+    ]
     path.write_text(json.dumps({"cells": made, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}), encoding="utf-8")
     return path
 
@@ -47,19 +57,40 @@ def test_metadata_agrees():
 
 
 def test_every_requirement_is_pinned():
-    pins = {re.split("==", line)[0].lower().replace("_", "-") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    pins = {
+        re.split("==", line)[0].lower().replace("_", "-") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    }
     wanted = [line.strip() for key in ("requirements", "dev_requirements") for line in settings()[key].splitlines() if line.strip()]
     names = {re.split(r"[<>=!\[ ]", line)[0].lower().replace("_", "-") for line in wanted}
     assert names <= pins, f"not in constraints.txt: {sorted(names - pins)}"
 
 
-def test_notebooks_are_readable(): assert not rules.broken_notebooks(ROOT / "nbs")
-def test_imports_follow_the_order(): assert not rules.wrong_imports(ROOT / "llmlab")
-def test_no_module_without_notebook(): assert not rules.orphan_modules(ROOT / "llmlab", ROOT / "nbs")
-def test_links_lead_somewhere(): assert not rules.dead_links(rules.notebooks(ROOT / "nbs") + sorted(ROOT.glob("*.md")))
-def test_outputs_are_saved(): assert not rules.poor_outputs(ROOT / "nbs")
-def test_pages_are_whole(): assert not rules.thin_pages(ROOT / "nbs")
-def test_no_foreign_words(): assert not rules.foreign_words([p for p in SOURCES if p != Path(rules.__file__).resolve()])
+def test_notebooks_are_readable():
+    assert not rules.broken_notebooks(ROOT / "nbs")
+
+
+def test_imports_follow_the_order():
+    assert not rules.wrong_imports(ROOT / "llmlab")
+
+
+def test_no_module_without_notebook():
+    assert not rules.orphan_modules(ROOT / "llmlab", ROOT / "nbs")
+
+
+def test_links_lead_somewhere():
+    assert not rules.dead_links(rules.notebooks(ROOT / "nbs") + sorted(ROOT.glob("*.md")))
+
+
+def test_outputs_are_saved():
+    assert not rules.poor_outputs(ROOT / "nbs")
+
+
+def test_pages_are_whole():
+    assert not rules.thin_pages(ROOT / "nbs")
+
+
+def test_no_foreign_words():
+    assert not rules.foreign_words([p for p in SOURCES if p != Path(rules.__file__).resolve()])
 
 
 def test_every_page_stands_in_the_map():
@@ -76,9 +107,12 @@ def test_readme_is_the_index():
 def copy(tmp_path_factory):
     "The notebooks and the package somewhere else, exported and cleaned once more."
     top = tmp_path_factory.mktemp("copy")
-    for name in ("nbs", "llmlab"): shutil.copytree(ROOT / name, top / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
-    for name in ("pyproject.toml", "settings.ini"): shutil.copy(ROOT / name, top)
-    for command in ("nbdev-export", "nbdev-clean"): subprocess.run([BIN / command], cwd=top, check=True, capture_output=True)
+    for name in ("nbs", "llmlab"):
+        shutil.copytree(ROOT / name, top / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
+    for name in ("pyproject.toml", "settings.ini"):
+        shutil.copy(ROOT / name, top)
+    for command in ("nbdev-export", "nbdev-clean"):
+        subprocess.run([BIN / command], cwd=top, check=True, capture_output=True)
     return top
 
 
@@ -88,12 +122,17 @@ def same_files(a, b, pattern):
     return [str(n) for n in sorted(names) if not (a / n).exists() or not (b / n).exists() or (a / n).read_bytes() != (b / n).read_bytes()]
 
 
-def test_export_leaves_no_difference(copy): assert not same_files(ROOT / "llmlab", copy / "llmlab", "*.py"), "run nbdev-export"
-def test_notebooks_are_clean(copy): assert not same_files(ROOT / "nbs", copy / "nbs", "*.ipynb"), "run nbdev-clean"
+def test_export_leaves_no_difference(copy):
+    assert not same_files(ROOT / "llmlab", copy / "llmlab", "*.py"), "run nbdev-export"
+
+
+def test_notebooks_are_clean(copy):
+    assert not same_files(ROOT / "nbs", copy / "nbs", "*.ipynb"), "run nbdev-clean"
 
 
 def test_cleaning_twice_is_cleaning_once(tmp_path):
-    for name in ("pyproject.toml", "settings.ini"): shutil.copy(ROOT / name, tmp_path)
+    for name in ("pyproject.toml", "settings.ini"):
+        shutil.copy(ROOT / name, tmp_path)
     dirty = page(tmp_path / "nbs" / "core" / "01_x.ipynb", ("code", "1 + 1"), zeta=1, alpha={"b": 1, "a": 2})
     seen = []
     for _ in range(2):
@@ -117,12 +156,14 @@ def test_conflict_marks_are_named(tmp_path, mark, where):
 
 
 def test_a_broken_notebook_is_named_and_left_alone(tmp_path):
-    for name in ("pyproject.toml", "settings.ini"): shutil.copy(ROOT / name, tmp_path)
+    for name in ("pyproject.toml", "settings.ini"):
+        shutil.copy(ROOT / name, tmp_path)
     path = page(tmp_path / "nbs" / "a.ipynb", ("code", "1"))
     path.write_text(path.read_text()[:-20] + "\n")
     before = path.read_bytes()
     assert re.match(rf"{re.escape(str(path))}:\d+: not valid JSON", rules.broken_notebooks(tmp_path / "nbs")[0])
-    for command in ("nbdev-clean", "nbdev-export"): subprocess.run([BIN / command], cwd=tmp_path, capture_output=True)
+    for command in ("nbdev-clean", "nbdev-export"):
+        subprocess.run([BIN / command], cwd=tmp_path, capture_output=True)
     assert path.read_bytes() == before
 
 
@@ -142,7 +183,7 @@ def test_the_rules_can_fail(tmp_path):
     assert "no saved output" in rules.poor_outputs(tmp_path / "nbs")[0]
     assert "a picture, an assertion, a Try it, a Next" in rules.thin_pages(tmp_path / "nbs")[0]
     note = tmp_path / "note.md"
-    note.write_text("pip install -i https://py" + "pi.org/simple x")
+    note.write_text("pip install --index-url " + "https://example.org/x")
     assert "registry" in rules.foreign_words([note])[0]
 
 
@@ -172,8 +213,8 @@ print(sys.modules[sys.argv[1]].__file__)
 """
 
 
-def modules(): return sorted("llmlab." + ".".join(p.relative_to(ROOT / "llmlab").with_suffix("").parts)
-                             for p in (ROOT / "llmlab").rglob("[a-z]*.py"))
+def modules():
+    return sorted("llmlab." + ".".join(p.relative_to(ROOT / "llmlab").with_suffix("").parts) for p in (ROOT / "llmlab").rglob("[a-z]*.py"))
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +223,9 @@ def wheel(tmp_path_factory):
     top = tmp_path_factory.mktemp("wheel")
     source = top / "source"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "runs", "_docs", "build", "dist", "__pycache__", "*.egg-info"))
-    subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", top / "dist", source], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", top / "dist", source], check=True, capture_output=True
+    )
     subprocess.run([sys.executable, "-m", "venv", top / "env"], check=True)
     return top, next((top / "dist").glob("*.whl"))
 
@@ -192,7 +235,10 @@ def check_imports(python, top):
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HOME": str(top), "MPLCONFIGDIR": str(top / "mpl")}
     names = modules()
     for pair in zip(names[::2], names[1::2] + [names[-1]], strict=False):
-        running = [(n, subprocess.Popen([python, "-c", PROBE, n], cwd=top, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)) for n in pair]
+        running = [
+            (n, subprocess.Popen([python, "-c", PROBE, n], cwd=top, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            for n in pair
+        ]
         for name, process in running:
             out, err = process.communicate(timeout=120)
             assert process.returncode == 0, f"{name}: {err[-2000:]}"
@@ -204,8 +250,12 @@ def test_wheel_imports_alone(wheel):
     top, file = wheel
     python = top / "env" / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "--no-deps", "--no-index", "-q", file], check=True)
-    site = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"], capture_output=True, text=True, check=True).stdout.strip()
-    here = subprocess.run([sys.executable, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"], capture_output=True, text=True, check=True)
+    site = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    here = subprocess.run(
+        [sys.executable, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"], capture_output=True, text=True, check=True
+    )
     Path(site, "borrowed.pth").write_text(f"import sys; sys.path.append({here.stdout.strip()!r})\n")
     assert len(modules()) >= 25
     check_imports(python, top)
@@ -227,10 +277,13 @@ def test_make_names_what_is_missing(tmp_path):
     old.write_text('#!/bin/sh\ncase "$*" in *version_info*) exit 1;; -V) echo Python 3.8.1;; esac\n')
     bare = tmp_path / "python-bare"
     bare.write_text('#!/bin/sh\ncase "$*" in *ensurepip*) exit 1;; esac\n')
-    for script in (old, bare): script.chmod(0o755)
+    for script in (old, bare):
+        script.chmod(0o755)
     cases = {str(old): "is Python 3.8.1", str(bare): "no venv module", str(tmp_path / "none"): "was not found"}
     for python, said in cases.items():
-        done = subprocess.run(["make", "-s", "run", f"PYTHON={python}", f"VENV={tmp_path / 'venv'}"], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            ["make", "-s", "run", f"PYTHON={python}", f"VENV={tmp_path / 'venv'}"], cwd=ROOT, capture_output=True, text=True
+        )
         lines = [line for line in done.stdout.splitlines() if "make PYTHON" in line or "apt-get" in line]
         assert done.returncode and len(lines) == 1 and said in lines[0], done.stdout + done.stderr
     assert not (tmp_path / "venv").exists()

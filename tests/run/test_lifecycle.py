@@ -15,11 +15,16 @@ import pytest
 from llmlab.run.lifecycle import STAGES, Report, Stage, lifecycle, open_model
 from llmlab.run.recipe import get_recipe
 
-TINY = {"precision": "fp32", "corpus.packages": ["json", "html", "logging", "collections"], "train.updates": 24, "train.checkpoint_every": 4}
+TINY = {
+    "precision": "fp32",
+    "train.updates": 24,
+    "train.checkpoint_every": 4,
+}
 KEPT = ["pretrain/model.safetensors", "tokenizer/tokenizer.json", "metrics.json", "samples/samples.json"]
 
 
-def kept(folder): return {name: (folder / name).read_bytes() for name in KEPT}
+def kept(folder):
+    return {name: (folder / name).read_bytes() for name in KEPT}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +35,18 @@ def whole(tmp_path_factory):
 
 def command(runs, *more, recipe="smoke", **settings):
     words = [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in (TINY | settings).items()]
-    return [sys.executable, "-m", "llmlab", "lifecycle", recipe, "--quiet", "--runs", str(runs), *more, *(x for w in words for x in ("--set", w))]
+    return [
+        sys.executable,
+        "-m",
+        "llmlab",
+        "lifecycle",
+        recipe,
+        "--quiet",
+        "--runs",
+        str(runs),
+        *more,
+        *(x for w in words for x in ("--set", w)),
+    ]
 
 
 def live(runs, *more, **kw):
@@ -41,17 +57,20 @@ def refused(done, *said):
     "Status 2 and one line on stderr that says all of `said`."
     lines = done.stderr.strip().splitlines()
     assert done.returncode == 2 and len(lines) == 1, (done.returncode, done.stderr[-3000:])
-    for words in said: assert words in lines[0], lines[0]
+    for words in said:
+        assert words in lines[0], lines[0]
 
 
 def test_the_life_is_accounted_for(whole):
     metrics = json.loads((whole.folder / "metrics.json").read_text())
     assert list(metrics["stages"]) == sorted(s.name for s in STAGES)
-    for stage in metrics["stages"].values(): assert stage["taken"] == stage["given"] + sum(stage["dropped"].values()) > 0
+    for stage in metrics["stages"].values():
+        assert stage["taken"] == stage["given"] + sum(stage["dropped"].values()) > 0
     found = metrics["stages"]["evaluate"]["metrics"]
     assert found["bits_per_byte"] < 0.9 * found["bits_per_byte_before"]
     assert {"fingerprint", "precision", "corpus_hash", "versions", "seed"} <= metrics.keys()
-    with pytest.raises(ValueError, match="2 missing"): Report("documents", 5, 2, {"short": 1}, {})
+    with pytest.raises(ValueError, match="2 missing"):
+        Report("documents", 5, 2, {"short": 1}, {})
 
 
 def test_the_report_needs_no_other_file(whole):
@@ -62,6 +81,7 @@ def test_the_report_needs_no_other_file(whole):
 
 def test_held_out_modules_are_not_trained_on(whole):
     from llmlab.data.document import read_documents
+
     modules = [{d.meta["module"] for d in read_documents(whole.dir("dedup") / f"{name}.jsonl.gz")} for name in ("train", "held_out")]
     assert modules[0] and modules[1] and not modules[0] & modules[1]
 
@@ -80,8 +100,11 @@ def test_done_stages_are_not_done_again(whole):
 def test_a_longer_life_only_adds_a_stage(whole, tmp_path):
     runs = tmp_path / "runs"
     shutil.copytree(whole.folder, runs / "smoke")
-    count = Stage("count", lambda life: Report("models", 1, 1, {}, {"parameters": open_model(life.dir("pretrain")).num_parameters}),
-                  show=lambda life: {"Counted": "one model"})
+    count = Stage(
+        "count",
+        lambda life: Report("models", 1, 1, {}, {"parameters": open_model(life.dir("pretrain")).num_parameters}),
+        show=lambda life: {"Counted": "one model"},
+    )
     life = lifecycle(whole.recipe, runs, progress=False, stages=(*STAGES, count))
     assert json.loads((life.folder / "metrics.json").read_text())["stages"]["count"]["metrics"]["parameters"] > 0
     assert "one model" in (life.folder / "report.html").read_text()
@@ -92,7 +115,8 @@ def killed_series(runs, whole, delays, how):
     stops = 0
     for delay in delays:
         process = subprocess.Popen(command(runs), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try: process.wait(delay)
+        try:
+            process.wait(delay)
         except subprocess.TimeoutExpired:
             process.send_signal(how)
             stops += 1
@@ -126,7 +150,8 @@ def test_interrupted_at_each_point_it_continues(whole, tmp_path, how):
         wait_for(lambda there=there: there(tmp_path / "smoke"), process)
         process.send_signal(how)
         _, said = process.communicate(timeout=60)
-        if how == signal.SIGINT: assert process.returncode == 130 and "the same command continues" in said, said[-2000:]
+        if how == signal.SIGINT:
+            assert process.returncode == 130 and "the same command continues" in said, said[-2000:]
     done = live(tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert kept(tmp_path / "smoke") == kept(whole.folder)
@@ -176,8 +201,15 @@ def test_two_processes_do_not_share_a_run(tmp_path):
         first.wait()
 
 
-@pytest.mark.parametrize("content, said", [(b"", "empty"), (b" \n\n\t\n", "60 characters"), (b"a short text that is longer than sixty characters, but of one document only.\n", "document")],
-                         ids=["empty", "blank", "tiny"])
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b"", "empty"),
+        (b" \n\n\t\n", "60 characters"),
+        (b"a short text that is longer than sixty characters, but of one document only.\n", "document"),
+    ],
+    ids=["empty", "blank", "tiny"],
+)
 def test_too_little_text(tmp_path, content, said):
     text = tmp_path / "text.txt"
     text.write_bytes(content)
@@ -185,8 +217,13 @@ def test_too_little_text(tmp_path, content, said):
 
 
 def test_less_than_one_batch(tmp_path):
-    for i in range(30): (tmp_path / f"{i}.txt").write_text(f"Number {i}: " + " ".join(chr(97 + (i * k) % 26) * (1 + k % 5) for k in range(40)))
-    refused(live(tmp_path / "runs", "--file", str(tmp_path), **{"rows": 512, "tokenizer.vocab_size": 280, "model.vocab_size": 280}), "512", "rows")
+    for i in range(30):
+        (tmp_path / f"{i}.txt").write_text(f"Number {i}: " + " ".join(chr(97 + (i * k) % 26) * (1 + k % 5) for k in range(40)))
+    refused(
+        live(tmp_path / "runs", "--file", str(tmp_path), **{"rows": 512, "tokenizer.vocab_size": 280, "model.vocab_size": 280}),
+        "512",
+        "rows",
+    )
 
 
 def test_missing_and_unreadable_files(tmp_path):
@@ -209,7 +246,8 @@ def test_a_full_disk(tmp_path):
         assert not list(small.rglob("*.tmp"))
         subprocess.run(["mount", "-o", "remount,size=200m", small], check=True)
         assert live(small).returncode == 0
-    finally: subprocess.run(["umount", small])
+    finally:
+        subprocess.run(["umount", small])
 
 
 def test_python_m_and_the_script_say_the_same(tmp_path):
