@@ -396,7 +396,7 @@ def split_special(
     longest = sorted(names, key=lambda n: (-len(n), n))
     return re.split("(" + "|".join(map(re.escape, longest)) + ")", text)
 
-# %% ../../nbs/tokenizer/01_bpe.ipynb #1903c15c
+# %% ../../nbs/tokenizer/01_bpe.ipynb #a19b9def
 class Vocabulary:
     "What each id spells: ids 0 to 255 are the bytes, then come the merges in the order learned, then the special tokens."
 
@@ -416,6 +416,13 @@ class Vocabulary:
 
     @property
     def vocab_size(self) -> int: return len(self._bytes)
+
+    @property
+    def fingerprint(self) -> str:  # 16 hexadecimal digits
+        "Equal for equal tokenizers, in every process."
+        from llmlab.core.util import content_hash
+
+        return content_hash([self.pattern, self.merges, self.special_tokens])
 
     def __reduce__(self): return type(self), (self.merges, self.special_tokens, self.pattern)
 
@@ -537,16 +544,9 @@ def read_state(
     if state.keys() != KEYS: raise ValueError(f"{path}: keys missing or unknown: {sorted(state.keys() ^ KEYS)}")
     return state
 
-# %% ../../nbs/tokenizer/01_bpe.ipynb #1effc090
+# %% ../../nbs/tokenizer/01_bpe.ipynb #f97d6573
 class Stored(FastEncoder):
     "Files."
-
-    @property
-    def fingerprint(self) -> str:  # 16 hexadecimal digits
-        "Equal for equal tokenizers, in every process."
-        from llmlab.core.util import content_hash
-
-        return content_hash([self.pattern, self.merges, self.special_tokens])
 
     def save(
         self,

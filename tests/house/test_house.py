@@ -183,7 +183,7 @@ def test_the_rules_can_fail(tmp_path):
     assert "no saved output" in rules.poor_outputs(tmp_path / "nbs")[0]
     assert "a picture, an assertion, a Try it, a Next" in rules.thin_pages(tmp_path / "nbs")[0]
     note = tmp_path / "note.md"
-    note.write_text("pip install --index-url " + "https://example.org/x")
+    note.write_text("pip install --index-" + "url https://example.org/x")
     assert "registry" in rules.foreign_words([note])[0]
 
 

@@ -80,14 +80,17 @@ def test_one_continues_the_other(first, second):
 def test_sparse_gradients_are_dense_ones():
     tables = [nn.Embedding(10, 4, sparse=s) for s in (True, False)]
     tables[1].load_state_dict(tables[0].state_dict())
-    for t in tables:
-        optimizer = AdamW(t.parameters(), lr=0.1)
-        for _ in range(3):
+    optimizers = [AdamW(t.parameters(), lr=0.1) for t in tables]
+    for _ in range(3):
+        norms = []
+        for t, optimizer in zip(tables, optimizers, strict=True):
             optimizer.zero_grad()
             t(torch.tensor([1, 1, 7])).square().sum().backward()
-            clip_gradients(t.parameters(), 0.5)
+            norms.append(clip_gradients(t.parameters(), 0.5))
             optimizer.step()
-    assert tables[0].weight.grad.is_sparse
+        sparse, dense = (t.weight.grad for t in tables)
+        assert sparse.is_sparse and norms[1] > 0.5 and norms[0] == pytest.approx(norms[1], rel=1e-6)
+        assert max_diff(sparse.to_dense(), dense) < 1e-6
     assert max_diff(tables[0].weight, tables[1].weight) < 1e-6
 
 
