@@ -49,14 +49,22 @@ def readme():
     return "<!-- Made from nbs/index.ipynb by `make pages`. -->\n\n" + text.strip() + "\n"
 
 
+def without_outside_links(text):
+    "Links that leave nbs/ have no page in the site: their words alone."
+    return re.sub(r"\[([^\]\n]+)\]\((?:\.\./)+(?!\w+/\d\d_)(?!\w+\.ipynb)[^)\s]+\)", r"`\1`", text)
+
+
 def site():
     build = ROOT / "_docs"
     source = build / "source"
     shutil.rmtree(build, ignore_errors=True)
     shutil.copytree(NBS, source, ignore=shutil.ignore_patterns(".*", "_*", "*.tmp"))
-    outside = r"\[([^\]]+)\]\((?:\.\./)+(?!\w+/\d\d_)(?!\w+\.ipynb)[^)\s]+\)"  # links out of nbs/ have no page in the site
     for page in source.rglob("*.ipynb"):
-        page.write_text(re.sub(outside, r"`\1`", page.read_text(encoding="utf-8")), encoding="utf-8")
+        notebook = json.loads(page.read_text(encoding="utf-8"))
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "markdown":
+                cell["source"] = without_outside_links("".join(cell["source"]))
+        page.write_text(json.dumps(notebook), encoding="utf-8")
     parts = [{"caption": c, "chapters": [{"file": f"{c}/{p.stem}"} for p in pages(c)]} for c in chapters() if pages(c)]
     parts.insert(0, {"caption": "start", "chapters": [{"file": "tour"}]})
     toc = {"format": "jb-book", "root": "index", "parts": parts}
