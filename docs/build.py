@@ -64,6 +64,10 @@ def site():
         for cell in notebook["cells"]:
             if cell["cell_type"] == "markdown":
                 cell["source"] = without_outside_links("".join(cell["source"]))
+            elif "".join(cell["source"]).startswith(("#| echo: false", "#| hide_input")):
+                cell["metadata"]["tags"] = ["remove-input"]
+            elif "".join(cell["source"]).startswith("#| hide"):
+                cell["metadata"]["tags"] = ["hide-input"]
         page.write_text(json.dumps(notebook), encoding="utf-8")
     parts = [{"caption": c, "chapters": [{"file": f"{c}/{p.stem}"} for p in pages(c)]} for c in chapters() if pages(c)]
     parts.insert(0, {"caption": "start", "chapters": [{"file": "tour"}]})
