@@ -336,6 +336,18 @@ def test_each_row_once_per_epoch(data):
     assert order.epoch_of(step) == step * rows // n
 
 
+@QUICK
+@given(DOCS, st.integers(1, 8), st.integers(1, 3))
+def test_every_token_once_per_epoch_the_short_last_row_too(docs, length, rows):
+    stream = TokenStream(docs)
+    n = -(-stream.n_tokens // length)
+    loader = Loader(stream, length, min(rows, n), seed=1)
+    parts = [b for s in range(n) for b in loader.update(s)]  # as many epochs as rows an update
+    seen = Counter(t for b in parts for t in b.ids[b.doc_ids >= 0].tolist())
+    assert seen == Counter({t: k * loader.rows for t, k in Counter(t for d in docs for t in d).items()})
+    assert sum(b.n_targets for b in parts) == loader.rows * sum(len(d) - 1 for d in docs if d)
+
+
 def batches(loader_of, steps, world=1):
     "All rows of each update as one batch, in the order of ranks and micro-batches."
     for s in steps:

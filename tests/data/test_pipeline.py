@@ -71,10 +71,10 @@ def test_every_step_accounts_for_every_document_and_character(texts, n):
 
 
 def test_reasons_are_counted():
-    docs = documents(["", "  ", "abc", "abcdef", "abcdef", "x"])
+    docs = documents(["", "    ", "abc", "abcdef", "abcdef", "x"])
     _, reports = Pipeline([min_chars(3), dedup_step(exact_dedup), dedup_step()]).run(docs, progress=False)
     assert reports[0].dropped == Counter({"empty": 2, "shorter than 3": 1})
-    assert reports[0].dropped_chars == Counter({"empty": 2, "shorter than 3": 1})
+    assert reports[0].dropped_chars == Counter({"empty": 4, "shorter than 3": 1})
     assert reports[1].dropped == Counter({"exact copy": 1}) and reports[2].dropped == Counter()
     table = report_table(reports)
     assert list(table["step"]) == ["min_chars", "exact_dedup", "minhash_dedup", "whole"]

@@ -206,6 +206,11 @@ def test_repeated_docstrings_and_names(tmp_path):
     }
 
 
+def test_files_are_in_the_order_of_their_modules():
+    names = [module_name(p) for p in library_files(ROOT)]
+    assert names == sorted(names) and len(set(names)) == len(names)
+
+
 def test_module_names():
     names = {
         "a.py": "a",

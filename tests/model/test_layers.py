@@ -188,6 +188,31 @@ def test_dropout_comes_from_its_stream_and_spares_evaluation():
     assert torch.equal(block.eval()(x, where), block(x, where))
 
 
+def test_dropout_falls_on_what_each_half_adds():
+    "One half silenced, the other must still be dropped; and what is kept is the input plus a scaled addition."
+    for silent in ("attention.o_proj", "mlp.down_proj"):
+        torch.manual_seed(0)
+        block, x, where = Block(32, 4, None, 64, dropout=0.5), torch.randn(2, 5, 32), Where()
+        nn.init.zeros_(block.get_submodule(silent).weight)
+        added, whole = block(x, where) - x, block.eval()(x, where) - x
+        dropped = added.abs() < 1e-6
+        assert 0.3 < dropped.float().mean() < 0.7, silent
+        assert_close(added[~dropped], 2 * whole[~dropped], 1e-5, silent)
+
+
+def test_cache_is_told_which_layer_asks():
+    asked = []
+
+    class Cache:
+        def update(self, layer, k, v):
+            asked.append(layer)
+            return k, v
+
+    block, x = Block(32, 4, 2, 64), torch.randn(1, 3, 32)
+    for layer in (0, 5): block(x, Where(cache=Cache()), layer)
+    assert asked == [0, 5]
+
+
 def test_stream_stays_in_float32_under_autocast():
     torch.manual_seed(0)
     block, x, where = Block(32, 4, 2, 64), torch.randn(2, 9, 32), Where(rotary(torch.arange(9), 8))
