@@ -87,7 +87,7 @@ def _follow(lifeline):
     os.read(lifeline, 1)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
-# %% ../../nbs/core/07_launch.ipynb #9d020f67
+# %% ../../nbs/core/07_launch.ipynb #bb5ea28a
 def _worker(rank, world, lifeline, timeout, folder):
     "What each process runs: joins the group, calls the function that was sent by value, leaves its result in a file."
     threading.Thread(target=_follow, args=(lifeline,), daemon=True).start()
@@ -98,6 +98,7 @@ def _worker(rank, world, lifeline, timeout, folder):
         linecache.cache.update(cells)
         store = dist.FileStore(str(folder / "rendezvous"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+        dist.barrier()    # a rank that is through at once must not leave while another still connects
         result = f(*args)
         try: data = _dumps(result)
         except Exception as e: raise TypeError(f"cannot be sent back: {_unsendable('the result', result) or e}") from None

@@ -73,7 +73,7 @@ def sample(
     if not isinstance(generator, (list, tuple)): return torch.multinomial(p, 1, generator=generator)[:, 0]
     return torch.cat([torch.multinomial(row, 1, generator=g) for row, g in zip(p, generator, strict=True)])
 
-# %% ../../nbs/model/07_generate.ipynb #e384b97e
+# %% ../../nbs/model/07_generate.ipynb #5f6b447b
 class KVCache:
     "Keys and values of every layer for all tokens so far; knows where the next tokens are."
 
@@ -88,8 +88,8 @@ class KVCache:
         slots = torch.arange(capacity, device=weight.device)
         positions = slots if pads is None else (slots - pads[:, None]).clamp(min=0)  # padding does not count
         cos, sin = rope_tables(positions, c.head_dim, c.rope_theta, torch.promote_types(weight.dtype, torch.float32))
-        half = c.head_dim // 2
-        self.cos, self.sin = cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        first, second = sin.chunk(2, -1)
+        self.cos, self.sin = cos.unsqueeze(-3), torch.cat([-first, second], -1).unsqueeze(-3)  # the same for every head
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:  # (B,Hkv,t,D) each -> (B,Hkv,length+t,D) each
         "Keep one layer's new keys and values, and hand back all that it has."
@@ -98,17 +98,17 @@ class KVCache:
             shape = (*k.shape[:2], self.capacity, k.shape[3])
             self.keys[layer], self.values[layer] = k.new_empty(shape), v.new_empty(shape)
         keys, values = self.keys[layer], self.values[layer]
-        keys[:, :, start:end], values[:, :, start:end] = k, v
-        return keys[:, :, :end], values[:, :, :end]
+        keys.narrow(2, start, end - start).copy_(k)
+        values.narrow(2, start, end - start).copy_(v)
+        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
-# %% ../../nbs/model/07_generate.ipynb #400e3a80
+# %% ../../nbs/model/07_generate.ipynb #8f85fe72
 def turn(
     x: Tensor,  # (B,H,t,D)
-    cos: Tensor,  # (t,D) or (B,t,D)
-    sin: Tensor,  # the same shape, its first half negated
+    cos: Tensor,  # (1,t,D) or (B,1,t,D)
+    sin: Tensor,  # the same shape, the first half of each row negated
 ) -> Tensor:  # (B,H,t,D)
     "The rotary rotation in few kernels: rolling by half a head swaps the two channels of each pair."
-    cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 

@@ -205,7 +205,7 @@ def peak_memory_mb() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return round(peak / 2**20 if sys.platform == "darwin" else peak / 1024)
 
-# %% ../../nbs/run/02_lifecycle.ipynb #ceadff4c
+# %% ../../nbs/run/02_lifecycle.ipynb #7e8b50a1
 def sources_stage(life) -> Report:
     "Read the text."
     c, found = life.recipe.corpus, []
@@ -214,7 +214,7 @@ def sources_stage(life) -> Report:
     dropped = Counter()
     for f in found:
         if f["problem"] != "broken bytes" and f["problem"] != "lone surrogates": dropped[f["problem"]] += f["count"]
-    if c.packages:
+    if c.packages and not c.files:
         mine = [d for d in docs if d.meta["module"].split(".")[0] in c.packages]
         dropped["another package"], docs = len(docs) - len(mine), mine
     if not docs: raise ValueError(f"the corpus is empty: nothing to read in {c.files or c.packages or c.kinds}")

@@ -108,21 +108,24 @@ def get_recipe(
         raise ValueError(f"no recipe {name!r}; " + (f"did you mean {near[0]!r}? " if near else "") + f"there are: {', '.join(RECIPES)}")
     return change(RECIPES[name](), settings or {})
 
-# %% ../../nbs/run/01_recipe.ipynb #8d0163f2
+# %% ../../nbs/run/01_recipe.ipynb #8eb4ac14
 def change(
     recipe,  # a Recipe, or one of its groups
     settings: dict,  # dotted field -> value
+    inside: str = "",  # where in the whole recipe this group stands, for the errors
 ):  # a changed copy
-    "A copy with some fields changed; an unknown field is an error that lists those there are."
+    "A copy with some fields changed, all at once; an unknown field is an error that lists those there are."
+    new, groups, names = {}, {}, [f.name for f in fields(recipe)]
     for path, value in settings.items():
         name, _, rest = path.partition(".")
-        names = [f.name for f in fields(recipe)]
-        if name not in names: raise ValueError(f"no setting {path!r} in {type(recipe).__name__}; there are: {', '.join(names)}")
-        old = getattr(recipe, name)
-        if bool(rest) != is_dataclass(old):
-            raise ValueError(f"{name!r} is {'a group: name one of its settings, ' + name + '.…' if is_dataclass(old) else 'no group'}, in {path!r}")
-        recipe = replace(recipe, **{name: change(old, {rest: value}) if rest else as_type(old, value, path)})
-    return recipe
+        if name not in names: raise ValueError(f"no setting {inside + path!r} in {type(recipe).__name__}; there are: {', '.join(names)}")
+        group = is_dataclass(getattr(recipe, name))
+        if bool(rest) != group:
+            raise ValueError(f"{inside + name!r} is {'a group: name one of its settings' if group else 'no group'}, in {inside + path!r}")
+        if rest: groups.setdefault(name, {})[rest] = value
+        else: new[name] = as_type(getattr(recipe, name), value, inside + path)
+    for name, sub in groups.items(): new[name] = change(getattr(recipe, name), sub, f"{inside}{name}.")
+    return replace(recipe, **new)
 
 # %% ../../nbs/run/01_recipe.ipynb #4bfedbd5
 def as_type(

@@ -31,7 +31,9 @@ def steps(precision, batch, compiled=False):
         term = objective(ours, batch)["loss"]
         return term.sum / term.count
 
-    def their_loss(): return llama(input_ids=batch.ids, labels=batch.targets, shift_labels=batch.targets).loss
+    targets = batch.targets.contiguous()
+
+    def their_loss(): return llama(input_ids=batch.ids, labels=targets, shift_labels=targets).loss
 
     def step(loss_of, optimizer):
         with torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext(): loss = loss_of()

@@ -205,7 +205,7 @@ def test_two_processes_do_not_share_a_run(tmp_path):
     "content, said",
     [
         (b"", "empty"),
-        (b" \n\n\t\n", "60 characters"),
+        (b" \n\n\t\n", "empty"),
         (b"a short text that is longer than sixty characters, but of one document only.\n", "document"),
     ],
     ids=["empty", "blank", "tiny"],

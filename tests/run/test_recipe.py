@@ -26,11 +26,16 @@ def test_unknown_names_are_errors_that_help():
 
 
 def test_changes_take_the_type_of_what_stood_there():
-    r = get_recipe("smoke", {"train.updates": "7", "train.peak": "1", "corpus.packages": '["json"]', "precision": "fp32"})
-    assert (r.train.updates, r.train.peak, r.corpus.packages, r.precision) == (7, 1.0, ("json",), "fp32")
+    r = get_recipe("smoke", {"train.updates": "40", "train.peak": "1", "corpus.packages": '["json"]', "precision": "fp32"})
+    assert (r.train.updates, r.train.peak, r.corpus.packages, r.precision) == (40, 1.0, ("json",), "fp32")
     for path, value in {"train.updates": "many", "rows": "1.5", "train.peak": '"x"'}.items():
         with pytest.raises(ValueError, match=path):
             get_recipe("smoke", {path: value})
+
+
+def test_settings_that_belong_together_move_together():
+    r = get_recipe("smoke", {"tokenizer.vocab_size": 300, "model.vocab_size": 300})
+    assert r.tokenizer.vocab_size == r.model.vocab_size == 300
 
 
 def test_contradictions_are_refused():
