@@ -217,10 +217,12 @@ def test_too_little_text(tmp_path, content, said):
 
 
 def test_less_than_one_batch(tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
     for i in range(30):
-        (tmp_path / f"{i}.txt").write_text(f"Number {i}: " + " ".join(chr(97 + (i * k) % 26) * (1 + k % 5) for k in range(40)))
+        (texts / f"{i}.txt").write_text(f"Number {i}: " + " ".join(chr(97 + (i * k) % 26) * (1 + k % 5) for k in range(40)))
     refused(
-        live(tmp_path / "runs", "--file", str(tmp_path), **{"rows": 512, "tokenizer.vocab_size": 280, "model.vocab_size": 280}),
+        live(tmp_path / "runs", "--file", str(texts), **{"rows": 512, "tokenizer.vocab_size": 280, "model.vocab_size": 280}),
         "512",
         "rows",
     )

@@ -191,7 +191,9 @@ def test_temporary_names_are_never_taken_for_complete(tmp_path):
     whole = save(tmp_path, 5, {"n": 5})
     for name in (".step_00000009.tmp", "step_00000009.tmp", ".step_00000009.old.tmp", "step_9", "xstep_00000009", "step_00000009x"):
         shutil.copytree(whole, tmp_path / name)
-    assert latest(tmp_path) == whole
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")    # not even looked into
+        assert latest(tmp_path) == whole
     assert save(tmp_path, 6, {"n": 6}).exists() and not (tmp_path / ".step_00000009.tmp").exists()
 
 

@@ -14,7 +14,7 @@ import torch
 from train_lab import LENGTH, Recorder, model, same, stream, trainer, weights
 
 from llmlab.core.util import max_diff
-from llmlab.data.packing import Loader
+from llmlab.data.packing import Loader, TokenStream
 from llmlab.model.objectives import NextToken
 from llmlab.train.checkpoint import latest, load, read_manifest
 from llmlab.train.strategy import AccelerateStrategy
@@ -164,8 +164,7 @@ def test_another_model_is_refused_and_nothing_is_loaded(begun):
 
 def test_other_data_of_the_same_size_is_refused(begun):
     config = TrainConfig(10, peak=1e-2, warmup=2)
-    reverse = stream()
-    reverse.data = reverse.data[::-1].copy()
+    reverse = TokenStream([stream().document(i)[::-1] for i in range(stream().n_docs)])
     t = Trainer(model(), NextToken(), Loader(reverse, LENGTH, 4, 2), config, folder=begun)
     with pytest.raises(ValueError, match="saved data '.*', now '.*use the same data"): t.fit(progress=False)
 
