@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from llama_reference import make_llama
 
 from llmlab.core.util import max_diff
-from llmlab.model.generate import KVCache, evaluating, filter_logits, generate, sample, stream
+from llmlab.model.generate import FusedStep, KVCache, can_fuse, evaluating, filter_logits, generate, sample, stream
+from llmlab.model.positions import apply_rope, rope_tables
 from llmlab.model.transformer import ModelConfig, Transformer
 
 
@@ -55,6 +56,15 @@ def test_top_p_keeps_the_fewest_that_reach_p():
     assert max_diff(kept(0.75), torch.tensor([0.625, 0.375, 0, 0])) < 1e-7
     assert [int(kept(p).gt(0).sum()) for p in (1e-9, 0.49, 0.51, 0.79, 0.81, 0.96, 1.0)] == [1, 1, 2, 2, 3, 4, 4]
     assert torch.equal(filter_logits(z.flip(0), top_p=0.75), filter_logits(z, top_p=0.75).flip(0))
+    even = torch.zeros(4)  # a quarter each, exactly
+    assert [int(filter_logits(even, top_p=p).isfinite().sum()) for p in (0.25, 0.26, 0.5, 0.75, 0.76)] == [1, 2, 2, 3, 4]
+
+
+def test_the_smallest_temperature_survives_arithmetic_without_subnormals():
+    torch.set_flush_denormal(True)
+    try: p = filter_logits(torch.tensor([1.0, 2.0]), 5e-324).softmax(-1)
+    finally: torch.set_flush_denormal(False)
+    assert p.tolist() == [0, 1]
 
 
 @given(seed=st.integers(0, 1000), temperature=st.floats(0.1, 5), top_k=st.integers(1, 40), top_p=st.floats(0.01, 1.0))
@@ -121,6 +131,64 @@ def test_padded_cached_logits_equal_each_row_alone(lengths, seed):
         parts = torch.cat([MODEL.head(MODEL.hidden(x, cache)) for x in ids.split([max(lengths), 1, 4, 1], 1)], 1)
         for row, pad, x in zip(parts, pads.tolist(), ids, strict=True): assert max_diff(row[pad:], MODEL(x[None, pad:])[0]) < 1e-10
     assert parts.isfinite().all()
+
+
+def test_a_padded_row_has_the_positions_of_its_own_text():
+    alone, padded = KVCache(MODEL, 9), KVCache(MODEL, 9, torch.tensor([0, 4]))
+    assert torch.equal(padded.cos[0], alone.cos) and torch.equal(padded.cos[1, :, 4:], alone.cos[:, :5])
+    assert torch.equal(padded.sin[1, :, 4:], alone.sin[:, :5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_cache_turns_as_apply_rope_does(dtype):
+    model = model_of(dtype)
+    q, k = torch.randn(2, 3, 4, 7, 8, dtype=dtype)
+    ours = KVCache(model, 7).where(7).rotate(q, k)
+    cos, sin = rope_tables(torch.arange(7), 8, model.config.rope_theta, dtype)
+    assert torch.equal(ours[0], apply_rope(q, cos, sin)) and torch.equal(ours[1], apply_rope(k, cos, sin))
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_kv_heads": 4, "tie_embeddings": False}, {"num_kv_heads": 1, "norm_eps": 1e-2}])
+@pytest.mark.parametrize("pads", [None, [0, 3]])
+def test_a_fused_step_gives_the_logits_of_the_model(settings, pads):
+    model = model_of(**settings)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 1: p.uniform_(0.5, 2.0)  # norms as training leaves them
+        ids, pads = torch.randint(61, (2, 20)), None if pads is None else torch.tensor(pads)
+        plain, fused, step = KVCache(model, 20, pads), KVCache(model, 20, pads), FusedStep(model)
+        for cache in (plain, fused): model.hidden(ids[:, :7], cache)
+        for x in ids[:, 7:].split(1, 1): assert max_diff(step(x, fused), model.head(model.hidden(x, plain))[:, -1]) < 1e-10
+    assert plain.length == fused.length == 20
+
+
+def test_fusing_changes_no_text_and_reads_the_weights_afresh():
+    model, prompts = model_of(), [[1, 2, 3], [4]]
+    before = generate(model, prompts, 24, fuse=True)
+    assert before == generate(model, prompts, 24, fuse=False) == generate(model, prompts, 24)
+    with torch.no_grad(): model.blocks[1].mlp.up_proj.weight.mul_(-3)
+    after = generate(model, prompts, 24, fuse=True)
+    assert before != after == generate(model, prompts, 24, fuse=False)
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, x): return 2 * super().forward(x)
+
+
+def test_a_model_that_was_changed_from_outside_is_not_fused():
+    free, prompts = generate(MODEL, [[1, 2]], 24), [[1, 2]]
+    hooked = model_of()
+    handle = hooked.blocks[0].mlp.register_forward_hook(lambda m, i, out: 2 * out)
+    assert not can_fuse(hooked) and generate(hooked, prompts, 24, fuse=True)[0] == uncached(hooked, [1, 2], 24) != free[0]
+    handle.remove()
+    assert can_fuse(hooked) and generate(hooked, prompts, 24, fuse=True) == free
+    swapped = model_of()
+    swapped.blocks[2].attention.q_proj.__class__ = Doubled
+    assert not can_fuse(swapped) and generate(swapped, prompts, 24, fuse=True)[0] == uncached(swapped, [1, 2], 24) != free[0]
+    shaped = model_of()
+    torch.nn.utils.parametrizations.weight_norm(shaped.blocks[0].mlp.up_proj)
+    assert not can_fuse(shaped) and generate(shaped, prompts, 24) == free
+    with torch.autocast("cpu", torch.bfloat16): assert not can_fuse(MODEL)
 
 
 def test_batches_equal_single_prompts_and_no_cache():
