@@ -243,6 +243,11 @@ def test_every_type_of_number_is_compared(dtype):
     assert max_diff(x, x.clone()) == 0 and max_diff(x, torch.tensor([0, 1, 0])) == 1
 
 
+def test_bare_numbers_keep_all_their_digits():
+    assert max_diff(1.0, 1.0 + 2**-52) == 2**-52 and max_diff({"a": [0.1]}, {"a": [0.1 + 1e-12]}) > 0
+    assert max_diff(1j, 1j + 1e-12) > 0
+
+
 def test_whole_numbers_beyond_float64_are_told_apart():
     assert max_diff(2**53 + 1, 2**53) >= 1 and max_diff(2**62, -(2**62)) == 2.0**63
 
