@@ -196,7 +196,8 @@ SCRIPT = """
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_or_killed_parent_leaves_no_process(tmp_path, how):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
-    parent = subprocess.Popen([sys.executable, tmp_path / "script.py", tmp_path], stderr=subprocess.PIPE, text=True)
+    heard = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore Ctrl-C
+    parent = subprocess.Popen([sys.executable, tmp_path / "script.py", tmp_path], stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     files = [tmp_path / "0", tmp_path / "1"]
     until = time.monotonic() + 120
     while not all(f.exists() and f.read_text().endswith("\n") for f in files):
