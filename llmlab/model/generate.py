@@ -76,7 +76,7 @@ def sample(
     if not isinstance(generator, (list, tuple)): return torch.multinomial(p, 1, generator=generator)[:, 0]
     return torch.cat([torch.multinomial(row, 1, generator=g) for row, g in zip(p, generator, strict=True)])
 
-# %% ../../nbs/model/07_generate.ipynb #5f6b447b
+# %% ../../nbs/model/07_generate.ipynb #a3a903d0
 class KVCache:
     "Keys and values of every layer for all tokens so far; knows where the next tokens are."
 
@@ -86,7 +86,7 @@ class KVCache:
         capacity: int,  # tokens per row, padding included
         pads: Tensor = None,  # (B,) int64: padding at the left of each row; None means none
     ):
-        weight, c = model.embed_tokens.weight, model.config
+        weight, c = model.norm.weight, model.config
         self.capacity, self.length, self.pads, self.keys, self.values = capacity, 0, pads, {}, {}
         slots = torch.arange(capacity, device=weight.device)
         positions = slots if pads is None else (slots - pads[:, None]).clamp(min=0)  # padding does not count
@@ -203,10 +203,10 @@ def check_prompts(
         raise ValueError(f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the context of {context}; shorten either")
     return rows
 
-# %% ../../nbs/model/07_generate.ipynb #adf47581
+# %% ../../nbs/model/07_generate.ipynb #84d0b5bc
 def prefill_inputs(model, rows, max_new_tokens):  # -> cache, (B,T) ids aligned at the right
     "A cache long enough for all, and the prompts with their padding at the left."
-    longest, device = max(map(len, rows)), model.embed_tokens.weight.device
+    longest, device = max(map(len, rows)), model.norm.weight.device
     pads = torch.tensor([longest - len(r) for r in rows], device=device)
     ids = torch.tensor([[0] * (longest - len(r)) + r for r in rows], device=device)
     return KVCache(model, longest + max_new_tokens, pads if pads.any() else None), ids

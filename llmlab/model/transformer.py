@@ -170,7 +170,7 @@ class Transformer(nn.Module):
         "Logits (B,T,V); or, with an objective, its terms."
         return self.head(self.hidden(batch)) if objective is None else objective(self, batch)
 
-# %% ../../nbs/model/05_transformer.ipynb #8f5f8135
+# %% ../../nbs/model/05_transformer.ipynb #7bca5d69
 @patch
 def embed(self: Transformer, batch) -> Tensor:  # (B,T,C)
     "Ids, checked, to vectors."
@@ -180,7 +180,7 @@ def embed(self: Transformer, batch) -> Tensor:  # (B,T,C)
 @patch
 def where(self: Transformer, batch, cache=None) -> Where:
     "Rotation, mask and cache for the tokens of a batch."
-    return make_where(as_batch(batch), self.config, self.embed_tokens.weight.dtype, cache)
+    return make_where(as_batch(batch), self.config, self.norm.weight.dtype, cache)
 
 
 @patch
