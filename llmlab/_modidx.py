@@ -335,6 +335,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'llmlab.deploy.serve.respond': ('deploy/serve.html#respond', 'llmlab/deploy/serve.py'),
                                      'llmlab.deploy.serve.serve': ('deploy/serve.html#serve', 'llmlab/deploy/serve.py'),
                                      'llmlab.deploy.serve.stream_events': ('deploy/serve.html#stream_events', 'llmlab/deploy/serve.py'),
+                                     'llmlab.deploy.serve.tell_what_is_here': ( 'deploy/serve.html#tell_what_is_here',
+                                                                                'llmlab/deploy/serve.py'),
                                      'llmlab.deploy.serve.usage_of': ('deploy/serve.html#usage_of', 'llmlab/deploy/serve.py'),
                                      'llmlab.deploy.serve.whole_answer': ('deploy/serve.html#whole_answer', 'llmlab/deploy/serve.py')},
             'llmlab.evaluate.benchmarks': { 'llmlab.evaluate.benchmarks.Item': ( 'evaluate/benchmarks.html#item',

@@ -68,7 +68,7 @@ def reference_logprobs(
     if not torch.isfinite(found).all(): raise ValueError(f"the reference gives pair {int((~torch.isfinite(found)).any(1).nonzero()[0])} a log-probability that is not finite")
     return found
 
-# %% ../../nbs/align/03_dpo.ipynb #c7fcbf51
+# %% ../../nbs/align/03_dpo.ipynb #a3a22973
 class DPO:
     "Prefer the chosen answers, and keep them likely."
 
@@ -95,7 +95,7 @@ class DPO:
         if self.nll: terms["nll"] = Term(-logp[::2].sum(), int(batch.loss_mask[::2].sum()), "token", self.nll)
         return terms
 
-
+# %% ../../nbs/align/03_dpo.ipynb #eb65fcc4
 def check_pairs(batch):
     "A batch of pairs has an even number of rows, every one with an answer, and the reference's values."
     if len(batch) % 2: raise ValueError(f"{len(batch)} rows are no pairs: chosen and rejected rows come in turn")

@@ -69,7 +69,7 @@ def pair_batch(
     batch.extra.update({k: v.reshape(-1) for k, v in (extra or {}).items()})
     return batch
 
-# %% ../../nbs/align/01_preferences.ipynb #d280c576
+# %% ../../nbs/align/01_preferences.ipynb #b32fa0be
 @dataclass
 class PairLoader:
     "Pairs in the order that seed, epoch and position give, with the verbs of every loader."
@@ -92,7 +92,7 @@ class PairLoader:
         self.rows_per_epoch, self.sample_ids, self.epoch_of = n, self.order.sample_ids, self.order.epoch_of
         self.identity = {"data": content_hash([p.rows for p in self.pairs]), "per_update": u, "seed": self.seed}
 
-
+# %% ../../nbs/align/01_preferences.ipynb #7d6d9880
 @patch
 def update(
     self: PairLoader,

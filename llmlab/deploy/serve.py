@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Number', 'Options', 'Message', 'Completion', 'ChatCompletion', 'Refusal', 'error_response', 'handle_errors', 'Job',
            'Engine', 'answer_pieces', 'body_of', 'usage_of', 'in_thread', 'stream_events', 'whole_answer', 'create_app',
-           'check_name', 'respond', 'open_port', 'serve', 'background']
+           'tell_what_is_here', 'check_name', 'respond', 'open_port', 'serve', 'background']
 
 # %% ../../nbs/deploy/05_serve.ipynb #686bad4a
 import asyncio
@@ -30,7 +30,7 @@ from ..model.generate import stream as generate_stream
 from ..tokenizer.chat import TEMPLATE, render
 from ..tokenizer.decoding import StreamDecoder
 
-# %% ../../nbs/deploy/05_serve.ipynb #fee07cf4
+# %% ../../nbs/deploy/05_serve.ipynb #d43e540a
 Number = dict(allow_inf_nan=False)
 
 
@@ -48,7 +48,7 @@ class Options(BaseModel):
     n: Literal[1] = 1
     user: str | None = None
 
-
+# %% ../../nbs/deploy/05_serve.ipynb #cab32b61
 class Message(BaseModel):
     "One turn of a conversation."
     model_config = ConfigDict(extra="forbid")
@@ -101,7 +101,7 @@ def handle_errors(app: FastAPI):
     @app.exception_handler(405)
     async def wrong_method(request, e): return error_response(f"{request.url.path} does not answer {request.method}", status=405)
 
-# %% ../../nbs/deploy/05_serve.ipynb #5045f597
+# %% ../../nbs/deploy/05_serve.ipynb #9df4921e
 @dataclass
 class Job:
     "What is to be generated."
@@ -111,7 +111,7 @@ class Job:
     stop: tuple  # texts
     ends: tuple  # ids
 
-
+# %% ../../nbs/deploy/05_serve.ipynb #e637debd
 class Engine:
     "A model that answers one request at a time, in the order in which they come."
 
@@ -208,7 +208,7 @@ async def whole_answer(request, pieces, gone):
         if await request.is_disconnected(): gone.set()
     return "".join(text), n, reason
 
-# %% ../../nbs/deploy/05_serve.ipynb #0719ceed
+# %% ../../nbs/deploy/05_serve.ipynb #8a133395
 def create_app(
     model,
     tokenizer,
@@ -219,19 +219,9 @@ def create_app(
 ) -> FastAPI:
     "A REST interface to one model."
     app, engine = FastAPI(title="llmlab", docs_url=None, redoc_url=None), Engine(model, tokenizer, max_tokens, context)
-    app.state.engine, started = engine, int(time.time())
+    app.state.engine = engine
     handle_errors(app)
-
-    @app.get("/health")
-    async def health(): return {"status": "ok"}
-
-    @app.get("/v1/models")
-    async def models(): return {"object": "list", "data": [{"id": name, "object": "model", "created": started, "owned_by": "llmlab"}]}
-
-    @app.get("/v1/models/{wanted:path}")
-    async def one_model(wanted: str):
-        check_name(wanted, name)
-        return {"id": name, "object": "model", "created": started, "owned_by": "llmlab"}
+    tell_what_is_here(app, name)
 
     @app.post("/v1/completions")
     async def complete(o: Completion, request: Request):
@@ -247,7 +237,23 @@ def create_app(
 
     return app
 
-# %% ../../nbs/deploy/05_serve.ipynb #8bcf4ce5
+# %% ../../nbs/deploy/05_serve.ipynb #ce6b904d
+def tell_what_is_here(app: FastAPI, name: str):
+    "Health, and the one model that can be asked for."
+    model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "llmlab"}
+
+    @app.get("/health")
+    async def health(): return {"status": "ok"}
+
+    @app.get("/v1/models")
+    async def models(): return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{wanted:path}")
+    async def one_model(wanted: str):
+        check_name(wanted, name)
+        return model
+
+
 def check_name(wanted: str, name: str):
     "Another model than the one that is here is an error, not a substitute."
     if wanted != name: raise Refusal(f"there is no model {wanted!r}; there is {name!r}", "model", 404, "model_not_found")

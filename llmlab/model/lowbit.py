@@ -34,7 +34,7 @@ def dequantize(
     "The matrix that the integers stand for."
     return (q.to(dtype) * scale[:, None].to(dtype))
 
-# %% ../../nbs/model/09_lowbit.ipynb #4f4c5f2e
+# %% ../../nbs/model/09_lowbit.ipynb #7302bc77
 class Int8Linear(nn.Module):
     "A linear layer whose weight is int8 with one scale an output; only the inputs get a gradient."
 
@@ -62,7 +62,7 @@ class Int8Linear(nn.Module):
 
     def extra_repr(self): return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
-
+# %% ../../nbs/model/09_lowbit.ipynb #a04a5b22
 def check_int8(qweight, scale):
     "Integers and scales that belong together."
     if qweight.dtype != torch.int8 or qweight.ndim != 2: raise ValueError(f"qweight must be an int8 matrix, got {tuple(qweight.shape)} of {qweight.dtype}")

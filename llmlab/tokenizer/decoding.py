@@ -5,8 +5,10 @@
 # %% auto #0
 __all__ = ['held_back', 'first_stop', 'StreamDecoder', 'decode_stream']
 
-# %% ../../nbs/tokenizer/03_decoding.ipynb #ae08f6ef
+# %% ../../nbs/tokenizer/03_decoding.ipynb #77047df9
 import codecs
+
+from fastcore.basics import patch
 
 # %% ../../nbs/tokenizer/03_decoding.ipynb #3f653ab9
 def held_back(
@@ -26,7 +28,7 @@ def first_stop(
     found = [(text.find(s), s) for s in stop if s in text]
     return min(found, key=lambda f: (f[0] + len(f[1]), f[0]), default=None)
 
-# %% ../../nbs/tokenizer/03_decoding.ipynb #41e80bd3
+# %% ../../nbs/tokenizer/03_decoding.ipynb #705fa870
 class StreamDecoder:
     "Text from token ids, piece by piece; the pieces together are the whole text up to the first stop text."
 
@@ -42,30 +44,36 @@ class StreamDecoder:
         self.tokenizer, self.silent = tokenizer, () if special else frozenset(tokenizer.special_ids.values())
         self.utf8, self.held, self.stopped = codecs.getincrementaldecoder("utf-8")(errors="replace"), "", None
 
-    def feed(
-        self,
-        token: int,
-    ) -> str:  # "" while nothing is certain, or once it has stopped
-        "The text that is certain now that `token` has come."
-        return "" if token in self.silent else self._more(self.utf8.decode(self.tokenizer.decode_bytes(token)))
+# %% ../../nbs/tokenizer/03_decoding.ipynb #3d98b328
+@patch
+def feed(
+    self: StreamDecoder,
+    token: int,
+) -> str:  # "" while nothing is certain, or once it has stopped
+    "The text that is certain now that `token` has come."
+    return "" if token in self.silent else self._more(self.utf8.decode(self.tokenizer.decode_bytes(token)))
 
-    def finish(self) -> str:
-        "What was held back, now that nothing follows; an unfinished character is one replacement mark."
-        text = self._more(self.utf8.decode(b"", final=True))
-        held, self.held = self.held, ""
-        return text if self.stopped else text + held
 
-    def _more(self, new):
-        if self.stopped: return ""
-        text = ""
-        for character in new:  # one by one, so that the cuts between tokens cannot matter
-            self.held += character
-            if (found := first_stop(self.held, self.stop)):
-                text, self.held, self.stopped = text + self.held[:found[0]], "", found[1]
-                break
-            free = len(self.held) - held_back(self.held, self.stop)
-            text, self.held = text + self.held[:free], self.held[free:]
-        return text
+@patch
+def finish(self: StreamDecoder) -> str:
+    "What was held back, now that nothing follows; an unfinished character is one replacement mark."
+    text = self._more(self.utf8.decode(b"", final=True))
+    held, self.held = self.held, ""
+    return text if self.stopped else text + held
+
+
+@patch
+def _more(self: StreamDecoder, new):
+    if self.stopped: return ""
+    text = ""
+    for character in new:  # one by one, so that the cuts between tokens cannot matter
+        self.held += character
+        if (found := first_stop(self.held, self.stop)):
+            text, self.held, self.stopped = text + self.held[:found[0]], "", found[1]
+            break
+        free = len(self.held) - held_back(self.held, self.stop)
+        text, self.held = text + self.held[:free], self.held[free:]
+    return text
 
 # %% ../../nbs/tokenizer/03_decoding.ipynb #29836364
 def decode_stream(
