@@ -65,9 +65,9 @@ class ChatCompletion(Options):
     "Answer a conversation."
     messages: list[Message] = Field(min_length=1)
 
-# %% ../../nbs/deploy/05_serve.ipynb #a4719e3c
+# %% ../../nbs/deploy/05_serve.ipynb #2e1c902b
 class Refusal(Exception):
-    "An error that is the client's to mend: it names the field."
+    "An error that is told to the client, with the field that is at fault."
 
     def __init__(self, message: str, param: str = None, status: int = 400, code: str = None):
         super().__init__(message)
@@ -91,9 +91,6 @@ def handle_errors(app: FastAPI):
         names = [str(x) for x in first["loc"] if x not in ("body", "str", "list[str]")]
         if first["type"] == "json_invalid": return error_response(f"the body is not valid JSON: {first['ctx']['error']}", None)
         return error_response(f"{'.'.join(names) or 'body'}: {first['msg']}", ".".join(names) or None)
-
-    @app.exception_handler(Exception)
-    async def failed(request, e): return error_response(f"the model failed: {type(e).__name__}", status=500)
 
     @app.exception_handler(404)
     async def unknown(request, e): return error_response(f"there is no {request.method} {request.url.path}", status=404)
@@ -237,7 +234,7 @@ def create_app(
 
     return app
 
-# %% ../../nbs/deploy/05_serve.ipynb #ce6b904d
+# %% ../../nbs/deploy/05_serve.ipynb #3914a0e6
 def tell_what_is_here(app: FastAPI, name: str):
     "Health, and the one model that can be asked for."
     model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "llmlab"}
@@ -266,7 +263,8 @@ async def respond(kind, name, engine, job, o, request):
     if o.stream:
         make = lambda text, reason, usage=None, first=False: body_of(kind, name, number, text, reason, usage, True, first)
         return StreamingResponse(stream_events(pieces, make, job, gone), media_type="text/event-stream")
-    text, n, reason = await whole_answer(request, pieces, gone)
+    try: text, n, reason = await whole_answer(request, pieces, gone)
+    except Exception as e: raise Refusal(f"the model failed: {type(e).__name__}", status=500) from e
     return body_of(kind, name, number, text, reason, usage_of(job, n))
 
 # %% ../../nbs/deploy/05_serve.ipynb #060fafdf
