@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm.auto import tqdm
 
-# %% ../../nbs/align/03_dpo.ipynb #9ceff284
+# %% ../../nbs/align/03_dpo.ipynb #275d09d1
 from .preferences import pair_batch
 from ..core.batch import Batch
 from ..core.reduce import Term, token_logprobs
-from ..evaluate.perplexity import evaluating
+from ..model.generate import evaluating
 
 # %% ../../nbs/align/03_dpo.ipynb #ea2c5da0
 def dpo_loss(
@@ -51,7 +51,7 @@ def sequence_logprobs(
     "The log-probability of each row's answer: the sum over its tokens."
     return answer_logprobs(model, batch).sum(1)
 
-# %% ../../nbs/align/03_dpo.ipynb #0d96734a
+# %% ../../nbs/align/03_dpo.ipynb #6ce043a2
 def reference_logprobs(
     model,  # the policy before its first update
     pairs,  # N of Pair
@@ -61,7 +61,7 @@ def reference_logprobs(
     "What the reference thinks of every pair, in evaluation mode and without gradients."
     pairs, found = list(pairs), torch.empty(len(pairs), 2, dtype=torch.float64)
     order = sorted(range(len(pairs)), key=lambda i: max(map(len, pairs[i].rows)))
-    with evaluating(model), tqdm(total=len(pairs), desc="reference", unit="pair", disable=not progress, leave=False) as bar:
+    with evaluating(model), torch.no_grad(), tqdm(total=len(pairs), desc="reference", unit="pair", disable=not progress, leave=False) as bar:
         for some in (order[i:i + rows] for i in range(0, len(pairs), rows)):
             found[some] = sequence_logprobs(model, pair_batch([pairs[i] for i in some])).view(-1, 2).double()
             bar.update(len(some))

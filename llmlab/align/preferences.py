@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from fastcore.basics import patch
 
-# %% ../../nbs/align/01_preferences.ipynb #b22530d4
+# %% ../../nbs/align/01_preferences.ipynb #cc9fe484
 from ..core.batch import Batch, pad_batch
 from ..core.util import content_hash
-from ..data.packing import RowOrder
+from ..data.packing import RowOrder, check_dealing
 
 # %% ../../nbs/align/01_preferences.ipynb #8b92af78
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def pair_batch(
     batch.extra.update({k: v.reshape(-1) for k, v in (extra or {}).items()})
     return batch
 
-# %% ../../nbs/align/01_preferences.ipynb #b32fa0be
+# %% ../../nbs/align/01_preferences.ipynb #fd053323
 @dataclass
 class PairLoader:
     "Pairs in the order that seed, epoch and position give, with the verbs of every loader."
@@ -83,8 +83,7 @@ class PairLoader:
 
     def __post_init__(self):
         n, u = len(self.pairs), self.per_update
-        if u < 1 or u % self.world: raise ValueError(f"{u} pairs an update cannot be dealt to {self.world} ranks evenly; take a multiple of {self.world}")
-        if self.micro_pairs is not None and self.micro_pairs < 1: raise ValueError(f"a micro-batch needs at least 1 pair, got {self.micro_pairs}")
+        check_dealing(u, self.micro_pairs, self.rank, self.world, "pair")
         if n < u: raise ValueError(f"{n} pairs are fewer than the {u} of one update: take fewer, or make more")
         wrong = [k for k, v in self.extra.items() if tuple(v.shape) != (n, 2)]
         if wrong: raise ValueError(f"extra[{wrong[0]!r}] has shape {tuple(self.extra[wrong[0]].shape)}; {n} pairs want ({n}, 2)")

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_ids', 'Row', 'pack', 'Tokens', 'TokenStream', 'stream_batch', 'pack_batch', 'write_shards', 'check_shards',
-           'TokenShards', 'shuffled', 'RowOrder', 'Loader']
+           'TokenShards', 'shuffled', 'RowOrder', 'check_dealing', 'Loader']
 
 # %% ../../nbs/data/09_packing.ipynb #f2f22021
 import hashlib
@@ -298,18 +298,29 @@ class RowOrder:
         places = range(step * self.rows, (step + 1) * self.rows)
         return [int(self.epoch(p // self.rows_per_epoch)[p % self.rows_per_epoch]) for p in places]
 
-# %% ../../nbs/data/09_packing.ipynb #7d8b6512
-def _check_loader(n_tokens, length, rows, micro_rows, rank, world):
-    "Refuse what cannot be dealt out, with the way out."
-    if length < 1 or rows < 1: raise ValueError(f"length and rows must be at least 1, got {length} and {rows}")
+# %% ../../nbs/data/09_packing.ipynb #0c06ee48
+def check_dealing(
+    per_update: int,  # rows (or examples, or pairs) an update, over all ranks
+    micro: int,  # of them in a micro-batch; None: all at once
+    rank: int,
+    world: int,
+    what: str = "row",  # said in the errors
+):
+    "Refuse what cannot be dealt out to ranks and micro-batches, with the way out."
+    if per_update < 1: raise ValueError(f"an update needs at least 1 {what}, got {per_update}")
     if not 0 <= rank < world: raise ValueError(f"rank must be between 0 and world - 1, got rank {rank} of world {world}")
-    if rows % world: raise ValueError(f"{rows} rows an update cannot be dealt to {world} ranks evenly; take a multiple of {world}")
-    if micro_rows is not None and micro_rows < 1: raise ValueError(f"a micro-batch needs at least 1 row, got micro_rows {micro_rows}")
+    if per_update % world: raise ValueError(f"{per_update} {what}s an update cannot be dealt to {world} ranks evenly; take a multiple of {world}")
+    if micro is not None and micro < 1: raise ValueError(f"a micro-batch needs at least 1 {what}, got micro_{what}s {micro}")
+
+
+def _check_loader(n_tokens, length, rows):
+    "Refuse a stream that has not enough rows for one update."
+    if length < 1: raise ValueError(f"length must be at least 1, got {length}")
     if -(-n_tokens // length) < rows:
         raise ValueError(f"{n_tokens} tokens make {-(-n_tokens // length)} rows of {length}, fewer than the {rows} rows of one update: "
                          "take fewer rows an update, shorter rows, or more text")
 
-# %% ../../nbs/data/09_packing.ipynb #8346571d
+# %% ../../nbs/data/09_packing.ipynb #73e273d1
 class Loader:
     "The micro-batches of any update, from its number alone: nothing to save, nothing to restore."
 
@@ -323,7 +334,8 @@ class Loader:
         rank: int = 0,  # this process among the data-parallel ones
         world: int = 1,  # how many there are
     ):
-        _check_loader(shards.n_tokens, length, rows, micro_rows, rank, world)
+        check_dealing(rows, micro_rows, rank, world)
+        _check_loader(shards.n_tokens, length, rows)
         self.shards, self.length, self.rows, self.seed, self.rank, self.world = shards, length, rows, seed, rank, world
         self.micro_rows, self.rows_per_epoch = micro_rows or rows // world, -(-shards.n_tokens // length)
         self.order = RowOrder(self.rows_per_epoch, rows, seed)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Number', 'Options', 'Message', 'Completion', 'ChatCompletion', 'Refusal', 'error_response', 'handle_errors', 'Job',
            'Engine', 'answer_pieces', 'body_of', 'usage_of', 'in_thread', 'stream_events', 'whole_answer', 'create_app',
-           'tell_what_is_here', 'check_name', 'respond', 'open_port', 'serve', 'background']
+           'tell_what_is_here', 'prompt_of', 'check_name', 'respond', 'open_port', 'serve', 'background']
 
 # %% ../../nbs/deploy/05_serve.ipynb #686bad4a
 import asyncio
@@ -205,7 +205,7 @@ async def whole_answer(request, pieces, gone):
         if await request.is_disconnected(): gone.set()
     return "".join(text), n, reason
 
-# %% ../../nbs/deploy/05_serve.ipynb #8a133395
+# %% ../../nbs/deploy/05_serve.ipynb #b1c1aebe
 def create_app(
     model,
     tokenizer,
@@ -228,13 +228,11 @@ def create_app(
     @app.post("/v1/chat/completions")
     async def chat(o: ChatCompletion, request: Request):
         check_name(o.model, name)
-        try: ids = render([m.model_dump() for m in o.messages], tokenizer, template, add_generation_prompt=True).ids
-        except ValueError as e: raise Refusal(str(e), "messages") from None
-        return await respond("chat", name, engine, engine.job(ids, o, "messages"), o, request)
+        return await respond("chat", name, engine, engine.job(prompt_of(o, tokenizer, template), o, "messages"), o, request)
 
     return app
 
-# %% ../../nbs/deploy/05_serve.ipynb #3914a0e6
+# %% ../../nbs/deploy/05_serve.ipynb #75002957
 def tell_what_is_here(app: FastAPI, name: str):
     "Health, and the one model that can be asked for."
     model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "llmlab"}
@@ -249,6 +247,12 @@ def tell_what_is_here(app: FastAPI, name: str):
     async def one_model(wanted: str):
         check_name(wanted, name)
         return model
+
+
+def prompt_of(o: ChatCompletion, tokenizer, template: str) -> list:
+    "A conversation as token ids, with room for an answer."
+    try: return render([m.model_dump() for m in o.messages], tokenizer, template, add_generation_prompt=True).ids
+    except ValueError as e: raise Refusal(str(e), "messages") from None
 
 
 def check_name(wanted: str, name: str):

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from fastcore.basics import patch
 
-# %% ../../nbs/finetune/01_sft.ipynb #daee92f1
+# %% ../../nbs/finetune/01_sft.ipynb #9547acc7
 from ..core.batch import Batch
 from ..core.util import content_hash
-from ..data.packing import RowOrder
+from ..data.packing import RowOrder, check_dealing
 from ..model.objectives import NextToken
 from ..tokenizer.chat import TEMPLATE, render
 
@@ -75,7 +75,7 @@ def rows_batch(
     return Batch(fill(lambda i, e: e.ids[:-1], 0), fill(lambda i, e: e.ids[1:], 0), fill(lambda i, e: e.mask[1:], False),
                  fill(lambda i, e: range(len(e) - 1), 0), fill(lambda i, e: [i] * (len(e) - 1), -1))
 
-# %% ../../nbs/finetune/01_sft.ipynb #87f6c6cd
+# %% ../../nbs/finetune/01_sft.ipynb #129d251d
 class ExampleLoader:
     "Examples in the order that seed, epoch and position give, those of one update packed into as few rows as will do."
 
@@ -90,8 +90,7 @@ class ExampleLoader:
         world: int = 1,
         replay=None,  # a Loader of pretraining rows (of this rank), some of which join every update
     ):
-        if per_update < 1 or per_update % world:
-            raise ValueError(f"{per_update} examples an update cannot be dealt to {world} ranks evenly; take a multiple of {world}")
+        check_dealing(per_update, None, rank, world, "example")
         if micro_rows is not None and micro_rows < 1: raise ValueError(f"a micro-batch needs at least 1 row, got micro_rows {micro_rows}")
         if len(examples) < per_update: raise ValueError(f"{len(examples)} examples are fewer than the {per_update} of one update: take fewer, or make more")
         self.examples, self.per_update, self.length, self.micro_rows = list(examples), per_update, length, micro_rows or per_update

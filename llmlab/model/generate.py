@@ -174,14 +174,14 @@ def can_fuse(
     plain = all(type(m) in known and not (m._forward_hooks or m._forward_pre_hooks) for m in model.modules())
     return plain and not torch.is_autocast_enabled(model.norm.weight.device.type)
 
-# %% ../../nbs/model/07_generate.ipynb #cb986102
+# %% ../../nbs/model/07_generate.ipynb #17afe823
 @contextmanager
 def evaluating(
-    model: nn.Module,
+    model,  # a torch.nn.Module; any other callable is left alone
 ):
     "Dropout off inside the block; afterwards every module is in the mode that it was in."
-    training = [m for m in model.modules() if m.training]
-    model.eval()
+    training = [m for m in model.modules() if m.training] if isinstance(model, nn.Module) else []
+    for m in training: m.training = False
     try: yield model
     finally:
         for m in training: m.training = True

@@ -68,6 +68,9 @@ def test_bad_loaders_and_scores_are_refused():
         PairLoader(pairs, 8)
     with pytest.raises(ValueError, match="multiple of 3"):
         PairLoader(pairs, 4, world=3)
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=f"rank {rank} of world 2"):
+            PairLoader(pairs, 4, rank=rank, world=2)
     with pytest.raises(ValueError, match=r"\(4, 2\)"):
         PairLoader(pairs, 4, extra={"ref": torch.zeros(4)})
     with pytest.raises(ValueError, match="at least 1 pair"):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from llmlab.core.util import max_diff
-from llmlab.evaluate.perplexity import Perplexity, bits_per_byte, evaluate_documents, evaluating, perplexity, token_losses, windows
+from llmlab.evaluate.perplexity import Perplexity, bits_per_byte, evaluate_documents, perplexity, token_losses, windows
+from llmlab.model.generate import evaluating
 from llmlab.model.transformer import ModelConfig, Transformer
 
 

@@ -115,6 +115,9 @@ def test_what_does_not_fit_is_counted_or_refused():
         ExampleLoader(kept, 3, 40)
     with pytest.raises(ValueError, match="multiple of 2"):
         ExampleLoader(kept, 1, 40, world=2)
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=f"rank {rank} of world 2"):
+            ExampleLoader(kept, 2, 40, rank=rank, world=2)
     with pytest.raises(ValueError, match="replay_weight"):
         SFT(-1)
     with pytest.raises(ValueError, match="empty answer"):

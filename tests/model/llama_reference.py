@@ -6,6 +6,8 @@ from unittest.mock import patch
 
 import torch
 
+from llmlab.deploy.export import llama_name
+
 
 @contextmanager
 def in_float64():
@@ -14,15 +16,6 @@ def in_float64():
 
     double = SimpleNamespace(**{n: getattr(torch, n) for n in dir(torch)} | {"float32": torch.float64, "float": torch.float64})
     with patch.object(modeling_llama, "torch", double), patch.object(torch.Tensor, "float", torch.Tensor.double): yield
-
-
-def llama_name(name):
-    "What transformers calls a weight of ours."
-    if name == "head.weight": return "lm_head.weight"
-    for ours, theirs in (("blocks.", "layers."), ("attention_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm"),
-                         ("attention.", "self_attn.")):
-        name = name.replace(ours, theirs)
-    return f"model.{name}"
 
 
 def make_llama(model, attn_implementation="eager"):
