@@ -87,6 +87,25 @@ def test_eight_at_once_are_the_same_as_eight_in_turn(client):
     assert len(set(alone)) > 4
 
 
+def test_one_request_generates_at_a_time(client, monkeypatch):
+    from llmlab.deploy import serve as module
+
+    active, most = [], []
+
+    def slow(*a, **k):
+        active.append(1)
+        for _ in range(5):
+            most.append(len(active))
+            time.sleep(0.01)
+            yield [65]
+        active.pop()
+
+    monkeypatch.setattr(module, "generate_stream", slow)
+    with ThreadPoolExecutor(4) as pool:
+        assert len(list(pool.map(lambda i: chat(client, bool(i % 2)), range(4)))) == 4
+    assert max(most) == 1 and len(most) == 20
+
+
 def test_a_seed_repeats_and_no_seed_leaves_the_global_stream_alone(client):
     before = torch.random.get_rng_state()
     assert chat(client, temperature=1.0, seed=5) == chat(client, temperature=1.0, seed=5)
