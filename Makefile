@@ -1,4 +1,4 @@
-# make run     one model's whole life so far, from text to samples, into runs/pydoc
+# make run     one model's whole life, from text to a served answer, into runs/pydoc
 # make test    everything that must hold: style, house rules, notebooks, tests (under half an hour)
 # make lab     JupyterLab on the tour
 # make help    the other targets

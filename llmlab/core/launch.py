@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections import ChainMap
 from datetime import timedelta
@@ -148,19 +149,29 @@ def _relay(pipes, wait):
     return bool(ready)
 
 # %% ../../nbs/core/07_launch.ipynb #5e14cbd5
-def _watch(workers):
-    "Wait until all workers have ended, or one has failed; return the exit status of each (None: still at work)."
+def _watch(workers, until=None):
+    "Wait until all workers have ended, or one has failed (or, given a time, until then); return the exit status of each (None: still at work)."
     with selectors.DefaultSelector() as pipes:
         for rank, w in enumerate(workers):
             for pipe, out in ((w.stdout, sys.stdout), (w.stderr, sys.stderr)):
                 pipes.register(pipe, selectors.EVENT_READ, (rank, out, [b""]))
         status = [None]
-        while None in status and not any(status):
+        while None in status and (not any(status) if until is None else time.monotonic() < until):
             _relay(pipes, 0.05)
             status = [w.poll() for w in workers]
         for _ in range(100):
             if not _relay(pipes, 0): break
     return status
+
+# %% ../../nbs/core/07_launch.ipynb #ca2f1803
+def _ask_to_stop(workers, folder, seconds=60):
+    "SIGTERM to every worker, and time to save; returns the last words of the first that had any."
+    for w in workers: w.terminate()
+    end = time.monotonic() + seconds
+    while any(w.poll() is None for w in workers) and time.monotonic() < end and not any((w.poll() or 0) < 0 for w in workers):
+        _watch(workers, until=min(end, time.monotonic() + 0.5))
+    words = [p.read_text(encoding="utf-8").strip().splitlines()[-1] for p in sorted(folder.glob("error*"))]
+    return words[0].partition(": ")[2] if words else ""
 
 # %% ../../nbs/core/07_launch.ipynb #0d614557
 class WorkerError(RuntimeError):
@@ -192,7 +203,7 @@ def launch(
     n: int = 2,  # processes on this machine; each has torch.distributed on gloo and one thread
     timeout: float = 300,  # seconds that one collective may wait
 ) -> list:  # what each rank returned
-    "Call `f(*args)` in `n` fresh processes joined by torch.distributed; a failing rank's error is shown once."
+    "Call `f(*args)` in `n` fresh processes joined by torch.distributed; a failing rank's error is shown once, Ctrl-C lets them save."
     if n < 1: raise ValueError(f"n must be at least 1, got {n}")
     work = _pack(f, args)
     with tempfile.TemporaryDirectory(prefix="llmlab-launch-") as folder:
@@ -203,6 +214,7 @@ def launch(
         try:
             for rank in range(n): workers.append(_start(rank, n, lifeline, timeout, folder))
             status = _watch(workers)
+        except KeyboardInterrupt: raise KeyboardInterrupt(_ask_to_stop(workers, folder)) from None
         finally:
             os.close(ours), os.close(lifeline)
             _stop(workers)

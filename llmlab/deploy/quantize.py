@@ -136,7 +136,7 @@ def save_quantized(
     if not found: raise ValueError("this model is not quantized: call quantize_model first")
     dynamic = any(m.activations for m in found.values() if isinstance(m, Int8Linear))
     scheme = next(name for name, activations in SCHEMES.items() if activations == dynamic)
-    data, config = safetensors.torch.save(plain_state(model), {"format": "pt", "scheme": scheme}), model.config.to_dict()
+    data, config = safetensors.torch.save(plain_state(model), {"format": "pt"}), model.config.to_dict()
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(folder / "model.safetensors", "wb") as f: f.write(data)
     save_json({**config, "quantization": {"scheme": scheme, "modules": sorted(found)}}, folder / "config.json")

@@ -46,17 +46,19 @@ class Item:
 def function_items(
     f,  # ast.FunctionDef or ast.AsyncFunctionDef
     source: str = "",  # the module it stands in
+    top: bool = False,  # does it stand at the module's top, not in a class or another function?
 ) -> list:  # of Item
-    "The name, the parameters, and one item for each default value of a function, asked about its first line."
+    "Name, module, parameters, call, and one item for each default value of a function, asked about its signature."
     args = ast.unparse(f.args)
-    line = f"{f.name}({args})"
-    names = [a.arg for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)]
+    line, plain = f"{f.name}({args})", (*f.args.posonlyargs, *f.args.args)
+    names = [a.arg for a in (*plain, *f.args.kwonlyargs)]
+    clear = len(names) == args.count(",") + 1 and "*" not in args and "/" not in args
     items = [Item("name", f"What is the name of this function?\n{line}", f.name, source)]
-    if len(names) > 1 and len(names) == args.count(",") + 1 and "*" not in args:
-        items.append(Item("parameters", f"Which parameters does it take?\n{line}", f"({', '.join(names)})", source))
-    plain = (*f.args.posonlyargs, *f.args.args)
+    if top: items.append(Item("module", f"In which module does it stand?\n{source}.{line}", source, source))
+    if clear and len(names) > 2: items.append(Item("parameters", f"Which parameters does it take?\n{line}", f"({', '.join(names)})", source))
+    if top and clear: items.append(Item("call", f"Call it with every parameter by its name.\n{line}", f"{f.name}({', '.join(f'{n}={n}' for n in names)})", source))
     pairs = [*zip(plain[len(plain) - len(f.args.defaults):], f.args.defaults, strict=True), *zip(f.args.kwonlyargs, f.args.kw_defaults, strict=True)]
-    return items + [Item("default", f"What is the default of {a.arg}?\n{line}", ast.unparse(v), source) for a, v in pairs if v]
+    return items + [Item("default", f"What is the default of {a.arg}?\n{line}", f"{a.arg}={ast.unparse(v)}", source) for a, v in pairs if v]
 
 # %% ../../nbs/evaluate/03_benchmarks.ipynb #6d76f4c1
 def code_items(
@@ -66,16 +68,16 @@ def code_items(
     found = {}
     for d in docs:
         if d.meta.get("kind") != "code": continue
-        for f in functions_of(d):
-            for item in function_items(f, d.meta.get("module", d.id)): found.setdefault(item.prompt, []).append(item)
+        for f, top in functions_of(d):
+            for item in function_items(f, d.meta.get("module", d.id), top): found.setdefault(item.prompt, []).append(item)
     return [items[0] for items in found.values() if len({i.answer for i in items}) == 1]
 
 
-def functions_of(doc) -> list:
-    "The functions of a module that have no decorator-made surprises in their first line: all that its parser finds."
+def functions_of(doc) -> list:  # of (function, does it stand at the module's top?)
+    "All functions of a module that its parser finds."
     try: tree = ast.parse(doc.text)
     except (SyntaxError, ValueError) as e: raise ValueError(f"{doc.id}: not Python that this version can read ({e})") from None
-    return [f for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return [(f, f in tree.body) for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef))]
 
 # %% ../../nbs/evaluate/03_benchmarks.ipynb #466324ba
 MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December")
@@ -96,10 +98,16 @@ def draw(
     items,  # of any tasks
     per_task: int,  # how many of each at most
     seed: int = 0,
+    same: float = 1.0,  # share of them that may have one and the same answer
 ) -> dict:  # task -> items
-    "Some items of each task, by a hash of the prompt."
-    order = lambda i: content_hash([seed, i.prompt])
-    return {t: sorted((i for i in items if i.task == t), key=order)[:per_task] for t in sorted({i.task for i in items})}
+    "Some items of each task, by a hash of the prompt; those whose answer has been taken often enough are passed over."
+    found, taken, most = {t: [] for t in sorted({i.task for i in items})}, Counter(), max(1, int(same * per_task))
+    for i in sorted(items, key=lambda i: content_hash([seed, i.prompt])):
+        if len(found[i.task]) == per_task or taken[i.task, i.answer] == most: continue
+        found[i.task].append(i)
+        taken[i.task, i.answer] += 1
+    return found
+
 
 
 def pick(

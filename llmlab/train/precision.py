@@ -35,10 +35,10 @@ def spacing(
 
 # %% ../../nbs/train/03_precision.ipynb #f084c0c0
 def autocast(
-    precision: str,  # "fp32" or "bf16"
+    precision: str,  # "fp32", "bf16", or "fp64" for a model whose weights are float64
     device_type: str = "cpu",  # "cpu", "cuda", ...
 ):  # context manager, for the forward pass; the backward pass follows it by itself
-    "Inside, matrix products run in `precision`; the weights and their gradients stay in float32."
+    "Inside, matrix products run in `precision`; the weights and their gradients stay as they are."
     check_precision(precision, device_type)
     return torch.autocast(device_type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
@@ -51,7 +51,7 @@ def check_precision(
     if precision == "fp16" and device_type == "cpu":
         raise ValueError("precision 'fp16' is refused on a CPU: some hundred times slower than bf16, and above 65504 it is infinite; use 'bf16' or 'fp32'")
     if precision == "fp16": raise ValueError("precision 'fp16' needs a loss scaler, which is not here; use 'bf16', which has the range of float32")
-    if precision not in ("fp32", "bf16"): raise ValueError(f"no precision {precision!r}; there are 'fp32' and 'bf16'")
+    if precision not in ("fp32", "bf16", "fp64"): raise ValueError(f"no precision {precision!r}; there are 'fp32', 'bf16' and 'fp64'")
     return precision
 
 # %% ../../nbs/train/03_precision.ipynb #2ba82223

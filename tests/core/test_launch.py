@@ -215,6 +215,38 @@ def test_an_interrupted_or_killed_parent_leaves_no_process(tmp_path, how):
         time.sleep(0.05)
 
 
+SAVES = """
+    import signal, sys, time
+    from pathlib import Path
+    from llmlab.core.launch import launch
+    def work(folder):
+        import torch.distributed as dist
+        asked = []
+        signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
+        dist.barrier()
+        Path(folder, f"ready{dist.get_rank()}").touch()
+        while not asked: time.sleep(0.01)
+        time.sleep(0.3 + 0.5 * dist.get_rank())
+        Path(folder, f"saved{dist.get_rank()}").touch()
+        raise KeyboardInterrupt(f"rank {dist.get_rank()} has saved")
+    launch(work, sys.argv[1])
+"""
+
+
+def test_ctrl_c_lets_every_worker_save_and_passes_on_what_it_said(tmp_path):
+    (tmp_path / "script.py").write_text(textwrap.dedent(SAVES))
+    heard = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+    parent = subprocess.Popen([sys.executable, tmp_path / "script.py", tmp_path], stderr=subprocess.PIPE, text=True, preexec_fn=heard)
+    until = time.monotonic() + 120
+    while not all((tmp_path / f"ready{r}").exists() for r in range(2)):
+        assert parent.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+    parent.send_signal(signal.SIGINT)
+    _, said = parent.communicate(timeout=PATIENCE)
+    assert all((tmp_path / f"saved{r}").exists() for r in range(2))
+    assert said.strip().endswith("KeyboardInterrupt: rank 0 has saved") and said.count("Traceback") == 1
+
+
 def test_a_notebook_launches_its_cells_as_edited():
     import nbclient
     import nbformat

@@ -251,3 +251,12 @@ def test_other_mistakes_are_named(tmp_path):
     quantize_model(again)
     with pytest.raises(ValueError, match="already"):
         quantize_model(again)
+
+
+def test_the_same_model_is_the_same_file(tmp_path):
+    "Byte for byte, however often it is written: runs are compared by their files."
+    model = model_of()
+    quantize_model(model)
+    for i in range(8):
+        save_quantized(model, tmp_path / str(i))
+    assert len({(tmp_path / str(i) / "model.safetensors").read_bytes() for i in range(8)}) == 1

@@ -5,6 +5,7 @@ import inspect
 import json
 import logging
 import textwrap
+from collections import Counter
 from datetime import date
 
 import pytest
@@ -44,10 +45,12 @@ def test_items_of_real_modules_are_what_the_interpreter_says():
             if f.__module__ != module.__name__ or f.__name__ != name:
                 continue
             args = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(f))).body[0].args)
-            mine = [i for i in items.values() if i.prompt.split("\n")[1] == f"{name}({args})"]
+            mine = [i for i in items.values() if i.prompt.split("\n")[1].removeprefix(f"{module.__name__}.") == f"{name}({args})"]
             for i in mine:
                 if i.task == "name":
                     assert i.answer == name
+                if i.task == "module":
+                    assert i.answer == f.__module__
                 if i.task == "parameters":
                     assert i.answer == f"({', '.join(inspect.signature(f).parameters)})"
                 checked += 1
@@ -57,16 +60,30 @@ def test_items_of_real_modules_are_what_the_interpreter_says():
 def test_defaults_of_every_kind_of_parameter():
     items = code_items([doc("def f(a, b=1, /, c='x', *, d, e=(1, 2)): pass")])
     assert {i.prompt.split("\n")[0]: i.answer for i in items if i.task == "default"} == {
-        "What is the default of b?": "1",
-        "What is the default of c?": "'x'",
-        "What is the default of e?": "(1, 2)",
+        "What is the default of b?": "b=1",
+        "What is the default of c?": "c='x'",
+        "What is the default of e?": "e=(1, 2)",
     }
-    assert not [i for i in items if i.task == "parameters"]  # its commas do not only separate parameters
+    assert not [i for i in items if i.task in ("parameters", "call")]  # its commas do not only separate parameters
+
+
+def test_calls_run_and_modules_are_those_of_the_top():
+    "Every `call` answer is a call that the function takes; methods and inner functions are asked about neither call nor module."
+    code = "def f(a, b=2, c='x'): return (a, b, c)\nclass C:\n    def g(self, a): pass\ndef h():\n    def inner(a): pass"
+    items = code_items([doc(code, "pack.mod")])
+    names = {}
+    exec(code, names)
+    call = [i.answer for i in items if i.task == "call"]
+    assert call == ["f(a=a, b=b, c=c)"] and eval(call[0], {**names, "a": 1, "b": 3, "c": 4}) == (1, 3, 4)
+    assert [(i.prompt.split("\n")[1], i.answer) for i in items if i.task == "module"] == [
+        ("pack.mod.f(a, b=2, c='x')", "pack.mod"),
+        ("pack.mod.h()", "pack.mod"),
+    ]
 
 
 def test_a_prompt_stands_once_and_one_with_two_answers_not_at_all():
-    items = code_items([doc("def f(a, b): pass"), doc("def f(a, b): pass", "n"), Document("prose", "p", {"kind": "topic"})])
-    assert sorted(i.task for i in items) == ["name", "parameters"]
+    items = code_items([doc("def f(a, b, c): pass"), doc("def f(a, b, c): pass", "n"), Document("prose", "p", {"kind": "topic"})])
+    assert sorted(i.task for i in items) == ["call", "module", "module", "name", "parameters"]
     with pytest.raises(ValueError, match="bad.*not Python"):
         code_items([doc("def f(:", "bad")])
 
@@ -87,6 +104,16 @@ def test_the_same_items_are_picked_whatever_else_there_is():
     assert len(draw(items, 99)["date"]) == 50
     with pytest.raises(ValueError, match="20 unseen items, 21"):
         pick(items, 21, exclude={i.prompt for i in items[:30]})
+
+
+def test_no_answer_comes_more_often_than_its_share():
+    items = [Item("a", f"question {i}", "None" if i % 3 else str(i)) for i in range(300)]
+    found = draw(items, 50, same=0.1)["a"]
+    counts = Counter(i.answer for i in found)
+    assert counts["None"] == 5 and len(found) == 50 and max(v for k, v in counts.items() if k != "None") == 1
+    assert draw(items, 50, same=1.0) == draw(items, 50) and draw(items, 50) != {"a": found}
+    assert [i for i in draw(items, 30, same=1.0)["a"]] == draw(items, 50)["a"][:30]
+    assert len(draw(items, 4, same=0.1)["a"]) == 4 and len(draw([i for i in items if i.answer == "None"], 50, same=0.1)["a"]) == 5
 
 
 @pytest.mark.parametrize(

@@ -112,3 +112,14 @@ def test_a_tokenizer_without_chat_tokens_is_refused():
     plain = BPETokenizer.train(["one two " * 9], 260, ["<|endoftext|>"], allow_smaller=True)
     with pytest.raises(ValueError, match="no special token"):
         render(talk("one"), plain)
+
+
+def test_one_compiled_template_serves_many_threads():
+    "Each rendering has marks of its own; a template that is compiled once must not mix them up."
+    from concurrent.futures import ThreadPoolExecutor
+
+    chats = [talk("one" * (i % 5 + 1) + "\ue000" * (i % 3), "two" * (i % 7 + 1) + "\ue001" * (i % 2)) for i in range(300)]
+    alone = [render(c, TOKENIZER) for c in chats]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda c: render(c, TOKENIZER), chats)) == alone
+    assert all(0 < sum(r.mask) < len(r.mask) for r in alone)
