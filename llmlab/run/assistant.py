@@ -205,7 +205,8 @@ def gains(life) -> pd.DataFrame:
     for key, value in found.items():
         model, _, name = key.partition(".")
         rows.setdefault(model, {})[name] = value
-    return pd.DataFrame([{"model": m, **rows[m]} for m in MODELS])
+    first = ("exact_match", "terse", "perplexity", "bits_per_byte")
+    return pd.DataFrame([{"model": m, **{n: rows[m][n] for n in first}, **rows[m]} for m in MODELS])
 
 
 def three_prompts(life) -> pd.DataFrame:
@@ -258,9 +259,11 @@ def serve_stage(life) -> Report:
 # %% ../../nbs/run/03_assistant.ipynb #d3b817f2
 def show_exam(life) -> dict:
     "The table of gains, its picture, and three prompts after each stage."
-    rounded = gains(life).round({"exact_match": 3, "terse": 3, "perplexity": 2, "bits_per_byte": 3})
-    return {"What each stage gained, and what it cost elsewhere": rounded, "After each stage": gains_figure(life),
-            "The same three prompts after each stage": three_prompts(life)}
+    found = gains(life).round({"perplexity": 2}).round(3)
+    tasks = [c for c in found if c.startswith("exact_match.")]
+    by_task = found[["model", *tasks]].rename(columns=lambda c: c.removeprefix("exact_match."))
+    return {"What each stage gained, and what it cost elsewhere": found.drop(columns=tasks), "Exact match by task": by_task,
+            "After each stage": gains_figure(life), "The same three prompts after each stage": three_prompts(life)}
 
 
 ASSISTANT_STAGES = (

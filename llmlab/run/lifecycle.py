@@ -98,18 +98,19 @@ def metrics(life, stages=STAGES) -> dict:
 
 
 def stage_table(life, stages=STAGES) -> pd.DataFrame:
-    "One row per stage: seconds, counts in and out, why the rest was dropped, figures."
+    "One row per stage: seconds, counts in and out, why the rest was dropped, figures (those of several models, `model.figure`, have a table of their own)."
     spent = load_json(life.folder / "timing.json")
     words = lambda d: ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in d.items())
     return pd.DataFrame([{"stage": n, "seconds": spent[n], "in": r["taken"], "out": r["given"], "unit": r["unit"], "dropped": words(r["dropped"]),
-                          "figures": words(r["metrics"])} for n, r in metrics(life, stages)["stages"].items()])
+                          "figures": words({k: v for k, v in r["metrics"].items() if "." not in k})} for n, r in metrics(life, stages)["stages"].items()])
 
 # %% ../../nbs/run/04_lifecycle.ipynb #f3590f17
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{{ title }}</title>
 <style>
  body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
  table { border-collapse: collapse; font-size: 13px; width: 100% } img { max-width: 100% }
- td, th { padding: .3rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; white-space: pre-wrap; overflow-wrap: break-word }
+ td, th { padding: .3rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; white-space: pre-wrap }
+ td { overflow-wrap: anywhere }
  .tiles { display: flex; flex-wrap: wrap; gap: 1rem } .tiles div, pre { background: #f3f5f8; border-radius: 8px; padding: .6rem 1rem }
  .tiles b { display: block; font-size: 1.4rem } pre { overflow-x: auto; font-size: 12px }
 </style>
