@@ -60,17 +60,22 @@ def trl_trainer(policy, ref, folder):
     return DPOTrainer(model=policy, ref_model=ref, args=args, train_dataset=rows, processing_class=reader)
 
 
+def trl_inputs(batch):
+    "The same rows as trl's collator lays them out: whole sequences, the chosen ones first; trl shifts by itself."
+    whole = torch.cat([batch.ids, torch.zeros_like(batch.ids[:, :1])], 1)
+    whole[:, 1:] = torch.where(batch.doc_ids >= 0, batch.targets, whole[:, 1:])
+    answers = torch.cat([torch.zeros_like(batch.loss_mask[:, :1]), batch.loss_mask], 1).long()
+    real = torch.cat([torch.ones_like(batch.ids[:, :1]), (batch.doc_ids >= 0).long()], 1)
+    order = [*range(0, len(whole), 2), *range(1, len(whole), 2)]
+    return {"input_ids": whole[order], "attention_mask": real[order], "completion_mask": answers[order]}
+
+
 def test_loss_and_gradients_equal_trl(tmp_path, parity):
     "In float32, in which trl's kernel for log-probabilities adds up whatever the model is; the page proves the rest in float64."
     model = model_of().float()
     policy, pairs = moved(model), pairs_of()
     batch = pair_batch(pairs, extra={"ref": reference_logprobs(model, pairs)})
-    whole = torch.cat([batch.ids, torch.zeros_like(batch.ids[:, :1])], 1)  # trl shifts by itself
-    whole[:, 1:] = torch.where(batch.doc_ids >= 0, batch.targets, whole[:, 1:])
-    answers = torch.cat([torch.zeros_like(batch.loss_mask[:, :1]), batch.loss_mask], 1).long()
-    real = torch.cat([torch.ones_like(batch.ids[:, :1]), (batch.doc_ids >= 0).long()], 1)
-    order = [*range(0, len(whole), 2), *range(1, len(whole), 2)]  # chosen first, then rejected
-    inputs = {"input_ids": whole[order], "attention_mask": real[order], "completion_mask": answers[order]}
+    inputs = trl_inputs(batch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = make_llama(policy)

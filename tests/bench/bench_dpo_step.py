@@ -19,7 +19,7 @@ from llmlab.model.transformer import ModelConfig, Transformer
 sys.path.append(str(Path(__file__).parents[1] / "model"))
 sys.path.append(str(Path(__file__).parents[1] / "align"))
 from llama_reference import make_llama
-from test_dpo import trl_trainer
+from test_dpo import trl_inputs, trl_trainer
 
 CONFIG = ModelConfig(vocab_size=4096, hidden_size=320, num_layers=6, num_heads=5, context=256)
 BETA = 0.3  # as in the trainer that the tests build
@@ -29,16 +29,6 @@ def pairs_of():
     g = torch.Generator().manual_seed(0)
     draw = lambda k: tuple(torch.randint(CONFIG.vocab_size, (k,), generator=g).tolist())
     return [Pair(draw(32), draw(96), draw(160)) for _ in range(4)]
-
-
-def trl_inputs(batch):
-    "The same rows as trl's collator lays them out: whole sequences, the chosen ones first."
-    whole = torch.cat([batch.ids, torch.zeros_like(batch.ids[:, :1])], 1)
-    whole[:, 1:] = torch.where(batch.doc_ids >= 0, batch.targets, whole[:, 1:])
-    answers = torch.cat([torch.zeros_like(batch.loss_mask[:, :1]), batch.loss_mask], 1).long()
-    real = torch.cat([torch.ones_like(batch.ids[:, :1]), (batch.doc_ids >= 0).long()], 1)
-    order = [*range(0, len(whole), 2), *range(1, len(whole), 2)]
-    return {"input_ids": whole[order], "attention_mask": real[order], "completion_mask": answers[order]}
 
 
 def steps(peer, folder):

@@ -27,22 +27,22 @@ def cpu():
     return f"{name}, {os.cpu_count()} cores, {' '.join(units) or 'units unknown'}"
 
 
-def render(rows, machine):
+def render(rows):
     lines = [
         "# Ours and the peers",
         "",
-        f"Measured in one run on: {machine}. `speedup` above 1: ours is faster. Spread: of the ratio over the rounds. "
-        "The target is what the part is to reach in the end; where it is missed, the row says so.",
+        "Ours and the peer of a row are measured in the same run, on the machine that the row names. `speedup` above 1: ours is faster. "
+        "Spread: of the ratio over the rounds. The target is what the part is to reach in the end; where it is missed, the row says so.",
         "",
-        "| bench | peer | ours | theirs | unit | speedup | spread | target | versions |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| bench | peer | ours | theirs | unit | speedup | spread | target | machine | versions |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         goal = TARGETS.get(r["bench"], {}).get(r["peer"])
         verdict = "" if goal is None else f"{goal}{'' if r['speedup'] >= goal else ' (missed)'}"
         versions = ", ".join(f"{k} {v}" for k, v in r["versions"].items())
         figures = " | ".join(str(r[k]) for k in ("bench", "peer", "ours", "theirs", "unit", "speedup", "spread"))
-        lines.append(f"| {figures} | {verdict} | {versions} |")
+        lines.append(f"| {figures} | {verdict} | {r['machine']} | {versions} |")
     return "\n".join(lines) + "\n"
 
 
@@ -55,13 +55,13 @@ def main(names):
         sys.exit(f"no {unknown[0]}; there are: {', '.join(e.removeprefix('bench_') for e in every)}")
     path = HERE / "results.json"
     old = load_json(path) if names and path.exists() else []
-    new = [row for name in tqdm(chosen, unit="bench") for row in importlib.import_module(name).run()]
+    new = [row | {"machine": cpu()} for name in tqdm(chosen, unit="bench") for row in importlib.import_module(name).run()]
     fresh = {(r["bench"], r["peer"]) for r in new}
     rows = sorted([r for r in old if (r["bench"], r["peer"]) not in fresh] + new, key=lambda r: (r["bench"], r["peer"]))
     save_json(rows, path)
     with atomic_write(HERE / "RESULTS.md") as f:
-        f.write(render(rows, cpu()))
-    print(render(rows, cpu()))
+        f.write(render(rows))
+    print(render(rows))
 
 
 if __name__ == "__main__":
