@@ -276,7 +276,9 @@ def open_port(host: str, port: int) -> socket.socket:
     "Take a port, or say in one line why not."
     s = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try: s.bind((host, port))
+    try:
+        s.bind((host, port))
+        s.listen()  # from now on nobody else gets it, and who connects early is kept waiting, not refused
     except (OSError, OverflowError) as e:
         s.close()
         raise ValueError(f"port {port} on {host} cannot be used ({getattr(e, 'strerror', None) or e}): choose another with --port, or stop what uses it") from None

@@ -235,6 +235,15 @@ def test_a_model_that_fails_is_a_named_error_and_the_next_request_is_served(clie
     assert chat(client, temperature=0) == offline()
 
 
+def test_a_port_that_was_taken_takes_connections_before_the_server_runs():
+    "Whoever reads the address that `llmlab serve` prints may connect at once; a second server is refused at once."
+    with open_port("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        with pytest.raises(ValueError, match=f"port {port}"):
+            open_port("127.0.0.1", port)
+
+
 def test_a_port_in_use_is_one_clear_error():
     with open_port("127.0.0.1", 0) as taken:
         taken.listen()
