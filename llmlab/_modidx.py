@@ -630,7 +630,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'llmlab.run.assistant.gains_figure': ('run/assistant.html#gains_figure', 'llmlab/run/assistant.py'),
                                       'llmlab.run.assistant.int8_stage': ('run/assistant.html#int8_stage', 'llmlab/run/assistant.py'),
                                       'llmlab.run.assistant.items_of': ('run/assistant.html#items_of', 'llmlab/run/assistant.py'),
-                                      'llmlab.run.assistant.modules_of': ('run/assistant.html#modules_of', 'llmlab/run/assistant.py'),
                                       'llmlab.run.assistant.pairs_of': ('run/assistant.html#pairs_of', 'llmlab/run/assistant.py'),
                                       'llmlab.run.assistant.post': ('run/assistant.html#post', 'llmlab/run/assistant.py'),
                                       'llmlab.run.assistant.reference_of': ('run/assistant.html#reference_of', 'llmlab/run/assistant.py'),

@@ -248,7 +248,7 @@ def tell_what_is_here(app: FastAPI, name: str):
         check_name(wanted, name)
         return model
 
-
+# %% ../../nbs/deploy/05_serve.ipynb #9c6c3d69
 def prompt_of(o: ChatCompletion, tokenizer, template: str) -> list:
     "A conversation as token ids, with room for an answer."
     try: return render([m.model_dump() for m in o.messages], tokenizer, template, add_generation_prompt=True).ids
@@ -289,7 +289,7 @@ def serve(app: FastAPI, host: str = "127.0.0.1", port: int = 8000, taken: socket
     "Serve until Ctrl-C."
     uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([taken or open_port(host, port)])
 
-
+# %% ../../nbs/deploy/05_serve.ipynb #e01a45d8
 @contextmanager
 def background(
     app: FastAPI,

@@ -11,7 +11,6 @@ import base64
 import io
 import json
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 
 import jinja2

@@ -26,6 +26,7 @@ from pathlib import Path
 import pandas as pd
 import safetensors.torch
 import torch
+from fastcore.basics import patch
 from tqdm.auto import tqdm
 
 # %% ../../nbs/run/02_stages.ipynb #c10496a7
@@ -41,7 +42,7 @@ from ..evaluate.perplexity import evaluate_documents
 from ..model.generate import generate
 from ..model.objectives import NextToken
 from ..model.transformer import ModelConfig, Transformer
-from .recipe import Recipe, get_recipe
+from .recipe import Recipe
 from ..tokenizer.bpe import BPETokenizer
 from ..train.checkpoint import load_model, model_state
 from ..train.monitor import Monitor
@@ -99,12 +100,14 @@ class Life:
         "Recipe, seed, precision, corpus hash, versions."
         return load_json(self.folder / "manifest.json")
 
-    def note(self, **facts):
-        "Add facts to the manifest; one that stands there already may not change."
-        old = self.manifest
-        changed = [k for k, v in facts.items() if k in old and old[k] != v]
-        if changed: raise ValueError(f"{self.folder}/manifest.json says {changed[0]} {old[changed[0]]!r}, now it is {facts[changed[0]]!r}")
-        save_json(old | facts, self.folder / "manifest.json")
+# %% ../../nbs/run/02_stages.ipynb #af729651
+@patch
+def note(self: Life, **facts):
+    "Add facts to the manifest; one that stands there already may not change."
+    old = self.manifest
+    changed = [k for k, v in facts.items() if k in old and old[k] != v]
+    if changed: raise ValueError(f"{self.folder}/manifest.json says {changed[0]} {old[changed[0]]!r}, now it is {facts[changed[0]]!r}")
+    save_json(old | facts, self.folder / "manifest.json")
 
 # %% ../../nbs/run/02_stages.ipynb #142a5e5c
 def versions() -> dict:  # name -> version
@@ -367,7 +370,7 @@ def train_here(life, stage, make_trainer):
     save_json(trainer.monitor.state_dict(), life.dir(stage) / "monitor.json")
 
 # %% ../../nbs/run/02_stages.ipynb #e15dbc68
-def training_report(life, config, history: list, **more) -> Report:
+def training_report(config, history: list, **more) -> Report:
     "What a training stage has to say."
     losses = [row["loss"] for row in history]
     tail = losses[-max(1, len(losses) // 20):]
@@ -378,7 +381,7 @@ def training_report(life, config, history: list, **more) -> Report:
 def pretrain_stage(life) -> Report:
     "Learn to predict the next token."
     history = train(life, "pretrain", pretrainer)
-    return training_report(life, life.recipe.train, history, parameters=new_model(life).num_parameters, precision=precision_of(life))
+    return training_report(life.recipe.train, history, parameters=new_model(life).num_parameters, precision=precision_of(life))
 
 # %% ../../nbs/run/02_stages.ipynb #5fbfeee1
 def save_model(
