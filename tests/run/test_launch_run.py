@@ -29,8 +29,12 @@ EXACT = {
 }
 
 
+def recorded(life, stage, name):
+    return [row[name] for row in json.loads((life.dir(stage) / "monitor.json").read_text())["history"]]
+
+
 def losses(life, stage):
-    return [row["loss"] for row in json.loads((life.dir(stage) / "monitor.json").read_text())["history"]]
+    return recorded(life, stage, "loss")
 
 
 def test_two_processes_give_the_losses_of_one_in_every_stage(tmp_path):
@@ -41,6 +45,7 @@ def test_two_processes_give_the_losses_of_one_in_every_stage(tmp_path):
         a, b = losses(one, stage), losses(two, stage)
         assert len(a) == len(b) == 20 and a[0] != a[-1]
         assert max(abs(x - y) for x, y in zip(a, b, strict=True)) < 1e-10, stage
+        assert recorded(one, stage, "tokens") == recorded(two, stage, "tokens"), "a row was read twice: the mean does not show it"
 
 
 NOTEBOOK = """
