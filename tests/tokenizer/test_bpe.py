@@ -18,21 +18,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from llmlab.tokenizer import bpe
-from llmlab.tokenizer.bpe import (
-    ASCII,
-    UNICODE,
-    BPETokenizer,
-    byte_chars,
-    count_words,
-    learn_merges,
-    merge_long,
-    merge_short,
-    naive_encode,
-    naive_merges,
-    split_pattern,
-    splitter,
-)
+from llmlab.tokenizer import bpe, words
+from llmlab.tokenizer.bpe import BPETokenizer, byte_chars, learn_merges, merge_long, merge_short, naive_encode, naive_merges
+from llmlab.tokenizer.words import ASCII, UNICODE, count_words, split_pattern, splitter
 
 fuzz = settings(max_examples=200, deadline=None)
 SPECIALS = ["<|endoftext|>", "<|eot|>", "<|eot|>x", "[PAD]"]
@@ -116,7 +104,7 @@ def test_ties_are_broken_alike_for_every_hash_seed():
 
 def test_saved_files_are_equal_for_hash_seeds_and_workers(tmp_path):
     code = ("from llmlab.tokenizer.bpe import BPETokenizer as B\n"
-            "import llmlab.tokenizer.bpe as bpe; bpe.BATCH = 5000\n"
+            "import llmlab.tokenizer.words as words; words.BATCH = 5000\n"
             "texts = [f'{i % 977} def f{i * 7919 % 10007}(x):\\n    return x + {i}\\n' for i in range(2000)]\n"
             "B.train(texts, 400, ['<|endoftext|>'], workers=WORKERS).save('PATH')")
     for seed, workers in ((0, 1), (4, 3)):
@@ -126,9 +114,9 @@ def test_saved_files_are_equal_for_hash_seeds_and_workers(tmp_path):
 
 def test_counting_in_processes_equals_counting_here(monkeypatch):
     called = []
-    real = bpe._count_in_processes
-    monkeypatch.setattr(bpe, "_count_in_processes", lambda *a: called.append(a) or real(*a))
-    monkeypatch.setattr(bpe, "BATCH", 10_000)
+    real = words._count_in_processes
+    monkeypatch.setattr(words, "_count_in_processes", lambda *a: called.append(a) or real(*a))
+    monkeypatch.setattr(words, "BATCH", 10_000)
     texts = [line * 40 for line in LINES]
     assert count_words(texts, split_pattern(), workers=2) == count_words(texts, split_pattern())
     assert len(called) == 1
@@ -138,7 +126,7 @@ def test_counting_in_processes_equals_counting_here(monkeypatch):
 
 def test_a_counting_process_that_dies_is_an_error(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    monkeypatch.setattr(bpe, "BATCH", 10_000)
+    monkeypatch.setattr(words, "BATCH", 10_000)
     with pytest.raises(RuntimeError, match="counting process"): count_words([line * 40 for line in LINES], split_pattern(), workers=2)
 
 
@@ -312,9 +300,9 @@ def test_the_ascii_twin_of_the_pattern_splits_alike(digits):
 
 
 def test_digits_are_split_as_asked():
-    for digits, words in ((1, ["1", "2", "3", "4"]), (2, ["12", "34"]), (3, ["123", "4"])):
-        assert splitter(split_pattern(digits))("1234") == words
-        assert splitter(split_pattern(digits))("é1234") == ["é", *words]
+    for digits, expected in ((1, ["1", "2", "3", "4"]), (2, ["12", "34"]), (3, ["123", "4"])):
+        assert splitter(split_pattern(digits))("1234") == expected
+        assert splitter(split_pattern(digits))("é1234") == ["é", *expected]
 
 
 def test_engines_differ_only_in_young_characters():
@@ -376,12 +364,12 @@ def test_runs_of_blanks_that_make_tiktoken_panic(small):
 
 
 def test_the_cache_is_bounded_and_changes_nothing(small):
-    words = bpe.WordCache({}, small._made, size=50)
-    full = [words[f" word{i % 131}"] for i in range(1000)]
-    assert len(words) <= 50
+    cache = bpe.WordCache(small._made, size=50)
+    full = [cache[f" word{i % 131}"] for i in range(1000)]
+    assert len(cache) <= 50
     assert full == [tuple(naive_encode(f" word{i % 131}", small.merges)) for i in range(1000)]
-    words["x" * 1000]
-    assert "x" * 1000 not in words
+    cache["x" * 1000]
+    assert "x" * 1000 not in cache
 
 
 # ---------------------------------------------------------------- special tokens
@@ -533,7 +521,7 @@ def test_a_tokenizer_travels_by_pickle(small):
 
 
 CHANGES = [
-    {"format": "other"}, {"version": 2}, {"version": None}, {"extra": 1}, {"fingerprint": "0"}, {"fingerprint": None},
+    {"format": "other"}, {"version": 1}, {"version": 3}, {"version": None}, {"extra": 1}, {"fingerprint": "0"}, {"fingerprint": None},
     {"merges": ["97"]}, {"merges": [[97, 98]]}, {"merges": ["97 x"]}, {"merges": "97 98"}, {"merges": ["97 99999"]}, {"merges": None},
     {"pattern": "("}, {"pattern": None}, {"pattern": r"\w+"},
     {"special_tokens": "<|eot|>"}, {"special_tokens": ["a", "a"]}, {"special_tokens": [1]}, {"special_tokens": None}]
