@@ -183,10 +183,16 @@ def read_documents(
     return _read(path, format, errors, report, text_key)
 
 # %% ../../nbs/data/01_document.ipynb #bdf541bb
+_WIDE = rb"\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80"  # blanks of three bytes
+_BEFORE = rb"(?:[!-~]|[\x80-\xff](?<!\xc2[\x85\xa0])(?<!" + _WIDE + rb"))"
+_AFTER = rb"(?=[!-~]|(?!\xc2[\x85\xa0]|" + _WIDE + rb")[\xc2-\xf4])"
+_PLACES = [re.compile(_BEFORE + rb"\r?\n" + _AFTER), re.compile(rb"[A-Za-z](?= [A-Za-z])")]
+
+
 def _last_cut(data: bytearray, start: int) -> int:
     "The last place from `start` on where text may be cut; 0 if there is none."
-    for place in (rb"\n(?=[!-~])", rb"[A-Za-z](?= [A-Za-z])"):
-        ends = [m.end() for m in re.compile(place).finditer(data, start)]
+    for place in _PLACES:
+        ends = [m.end() for m in place.finditer(data, start)]
         if ends: return ends[-1]
     return 0
 
@@ -194,7 +200,7 @@ def _last_cut(data: bytearray, start: int) -> int:
 def _cut_pieces(handle, size: int):
     held = bytearray()
     while chunk := handle.read(size):
-        start = max(len(held) - 2, 0)
+        start = max(len(held) - 8, 0)
         held += chunk
         if cut := _last_cut(held, start):
             yield bytes(held[:cut])

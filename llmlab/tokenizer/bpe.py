@@ -16,7 +16,6 @@ import re
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from itertools import chain, repeat
 from pathlib import Path
 from unicodedata import normalize
@@ -24,7 +23,6 @@ from unicodedata import normalize
 import numpy as np
 from fastcore.basics import patch
 
-from ..core.util import save_json
 from .words import MAX_WORDS, Tokenizer, _bar, allowed_names, check_specials, check_text, count_words, split_pattern, split_special
 
 # %% ../../nbs/tokenizer/02_bpe.ipynb #96c5f565
@@ -472,6 +470,8 @@ def to_hf(
     path,  # a folder, or a file that ends in .json
 ) -> Path:  # the file written
     "Write tokenizer.json; in a folder also tokenizer_config.json, so that transformers' AutoTokenizer opens it."
+    from llmlab.core.util import save_json
+
     path = Path(path)
     file = path if path.suffix == ".json" else path / "tokenizer.json"
     save_json(hf_json(self), file)

@@ -25,8 +25,6 @@ import numpy as np
 import regex
 from fastcore.basics import patch
 
-from ..core.util import content_hash, load_json, save_json
-
 # %% ../../nbs/tokenizer/01_words.ipynb #59da48b4
 TEMPLATE = (r"'(?:[{C}]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n{L}{N}]?[{L}]+|[{N}]{{1,{digits}}}"
             r"| ?[^{S}{L}{N}]+[\r\n]*|[{S}]*[\r\n]+|[{S}]+(?![^{S}])|[{S}]+")
@@ -439,6 +437,8 @@ def encode_batch(
 @patch(as_prop=True)
 def fingerprint(self: Tokenizer) -> str:  # 16 hexadecimal digits
     "Equal for equal tokenizers, in every process; a checkpoint notes it to know the tokenizer it was trained with."
+    from llmlab.core.util import content_hash
+
     return content_hash([self.FORMAT, self.state()])
 
 
@@ -448,6 +448,8 @@ def save(
     path,  # a .json file
 ):
     "Write the tokenizer as one JSON file, atomically; equal tokenizers give equal files."
+    from llmlab.core.util import save_json
+
     save_json({"format": self.FORMAT, "version": self.VERSION, **self.state(), "fingerprint": self.fingerprint}, path)
 
 
@@ -461,6 +463,8 @@ def load(
     path,  # a file written by `save`
 ):  # a tokenizer of the class it is called on
     "Read a saved tokenizer; a file that is broken, foreign or altered is a ValueError that names it."
+    from llmlab.core.util import load_json
+
     state = load_json(path)
     if not isinstance(state, dict) or state.pop("format", None) != cls.FORMAT: raise ValueError(f"{path}: not a tokenizer of format {cls.FORMAT!r}")
     if (found := state.pop("version", None)) != cls.VERSION: raise ValueError(f"{path}: version {found!r}; this code reads version {cls.VERSION}")
