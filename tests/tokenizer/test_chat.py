@@ -41,10 +41,12 @@ You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
 ' }}{% endif %}"""
 WRITES = "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
 MARKS = (
-    "{{'<|im_start|>' + message['role'] + '\n'}}{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}"
+    "{{'<|im_start|>' + message['role'] + '\n'}}{% if message['role'] == 'assistant' %}{% generation %}"
+    "{{ message['content'] + '<|im_end|>' }}"
     "{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}"
 )
-SMOLLM2_TOKENS = """<|endoftext|> <|im_start|> <|im_end|> <repo_name> <reponame> <file_sep> <filename> <gh_stars> <issue_start> <issue_comment>
+SMOLLM2_TOKENS = """<|endoftext|> <|im_start|> <|im_end|> <repo_name> <reponame> <file_sep> <filename> <gh_stars> <issue_start>
+<issue_comment>
 <issue_closed> <jupyter_start> <jupyter_text> <jupyter_code> <jupyter_output> <jupyter_script> <empty_output>""".split()
 OTHERS = ["[PAD]", "[INST]", "<|x|>", "</s>", "▁", "<|im_start|>user"]  # other first letters, one inside another, the longer wins
 WIDE = BPETokenizer.train(
@@ -184,7 +186,10 @@ def test_a_token_across_the_border_is_learned_as_in_transformers(wide):
 
 
 def test_a_template_that_tells_the_past_differently_needs_marks():
-    tells = "{% for m in messages %}<|im_start|>{{ '' if loop.last else 'then ' }}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    tells = (
+        "{% for m in messages %}<|im_start|>{{ '' if loop.last else 'then ' }}{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
     with pytest.raises(ValueError, match=r"messages\[1\] .*add {% generation %}"):
         render(talk("a", "b", "c"), WIDE, tells)
     with pytest.raises(ValueError, match="add {% generation %}"):
@@ -316,11 +321,14 @@ LOOKS = [
     "{% for m in messages %}{% if m.content.startswith('<think>') %}!{% endif %}{{ m.content }}{% endfor %}",
     "{% for m in messages %}{% set c = m.content | trim %}{{ c }}{% if c.endswith('|>') or c == 'one' %}.{% endif %}{% endfor %}",
     "{% for m in messages %}{{ m.content | replace('<', '(') }}{% endfor %}",
-    "{% for m in messages %}{% if m.content is string and m.content | length > 3 %}{{ m.content[:2] ~ m.content[2:] }}{% else %}{{ m.content }}{% endif %}{% endfor %}",
-    "{% for m in messages %}{{ m.content.partition('|')[0] }}{{ m.content.partition('|')[1] }}{{ m.content.partition('|')[2] }}{% endfor %}",
+    "{% for m in messages %}{% if m.content is string and m.content | length > 3 %}{{ m.content[:2] ~ m.content[2:] }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}",
+    "{% for m in messages %}{{ m.content.partition('|')[0] }}{{ m.content.partition('|')[1] }}"
+    "{{ m.content.partition('|')[2] }}{% endfor %}",
     "{% for m in messages %}{{ {'one': 1}[m.content] if m.content in {'one': 1} else m.content }}{% endfor %}",
     "{% for m in messages %}{% for k, v in m.items() if k == 'content' %}{{ v }}{% endfor %}{{ m.get('name', '') }}{% endfor %}",
-    "{% for m in messages %}{% if m.content.find('<|') == 0 and m.content.count('|') != 1 %}+{% endif %}{{ m.content.removeprefix('<').removesuffix('>') }}{% endfor %}",
+    "{% for m in messages %}{% if m.content.find('<|') == 0 and m.content.count('|') != 1 %}+{% endif %}"
+    "{{ m.content.removeprefix('<').removesuffix('>') }}{% endfor %}",
 ]
 
 
@@ -386,9 +394,11 @@ ENVIRONMENT = [
     "{{ {'b': 1, 'a': [1, 2]} | tojson(indent=2) }}",
     "{{ {'b': 1, 'a': 'é'} | tojson(ensure_ascii=true, sort_keys=true, separators=(',', ':')) }}",
     "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}{% if i > 4 %}{% break %}{% endif %}{{ i }}{% endfor %}",
-    "{% set ns = namespace(found=false, n=0) %}{% for m in messages %}{% set ns.found = true %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.found }}{{ ns.n }}",
+    "{% set ns = namespace(found=false, n=0) %}{% for m in messages %}{% set ns.found = true %}{% set ns.n = ns.n + 1 %}"
+    "{% endfor %}{{ ns.found }}{{ ns.n }}",
     "{% if tools %}{% for t in tools %}{{ t.name }}: {{ t | tojson }}{% endfor %}{% endif %}{{ tools is none }}",
-    "{% if nothing %}a{% endif %}{{ nothing is defined }}{{ nothing | default('b') }}{% if messages[0].tool_calls %}c{% endif %}{% for x in nothing %}{% endfor %}",
+    "{% if nothing %}a{% endif %}{{ nothing is defined }}{{ nothing | default('b') }}{% if messages[0].tool_calls %}c"
+    "{% endif %}{% for x in nothing %}{% endfor %}",
     "  {% if true %}\n  a\n  {% endif %}\n  {%- if true %} b {%- endif %}",
     "{% generation %}a{% endgeneration %}{{ dict(a=1) | tojson }}{{ joiner is defined }}",
     "{{ bos_token }}{{ eos_token }}{{ add_generation_prompt }}{{ documents is none }}",
@@ -461,8 +471,10 @@ def test_a_tokenizer_gives_its_own_first_and_last_token():
 def test_llama_3_as_its_makers_write_it(wide):
     theirs = (
         "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + message['role'] + "
-        "'<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
-        "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+        "'<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}"
+        "{% set content = bos_token + content %}"
+        "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
     )
     for t in TALKS[:-2]:
         r = render(t, WIDE, theirs, names={"bos_token": "<|begin_of_text|>"}, add_generation_prompt=True)
