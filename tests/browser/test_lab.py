@@ -1,4 +1,4 @@
-"""JupyterLab in a real browser: `make lab` opens the tour, its cells run, and the schedule page's slider moves."""
+"""JupyterLab in a real browser: `make lab` opens the tour and its cells run; the explorer draws what is typed."""
 
 import json
 import os
@@ -131,3 +131,20 @@ def test_the_tour_runs_in_the_browser(lab, page):
     outputs = [o for c in cells for o in c["outputs"]]
     assert all(c["execution_count"] for c in cells) and not [o for o in outputs if o["output_type"] == "error"]
     assert any("image/png" in o.get("data", {}) for o in outputs)
+
+
+def test_the_explorer_draws_what_is_typed(lab, page):
+    url, folder = lab
+    run_all(page, url, "tokenizer/08_explorer.ipynb", 240)
+    executed(page, folder / "tokenizer" / "08_explorer.ipynb", 240)
+    field = page.locator(".jp-OutputArea .widget-textarea textarea").first
+    field.scroll_into_view_if_needed()
+    for text, drawn in (("<i>zebra</i> quilt", "<i>zebra</i>·quilt"), ("12 é", "12·c3a9")):
+        field.fill(text)
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            views = ["".join(v.locator("div[dir=ltr] span").all_inner_texts()) for v in page.locator(".widget-html").all()]
+            if views == [drawn, drawn]:
+                break
+            page.wait_for_timeout(300)
+        assert views == [drawn, drawn]
