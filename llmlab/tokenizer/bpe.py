@@ -456,7 +456,7 @@ def hf_json(
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
-    model = {"type": "BPE", "vocab": {s: i for s, i in zip(spell, numbering.ids, strict=True) if i >= 0} | more,
+    model = {"type": "BPE", "vocab": {s: i for s, i in zip(spell, numbering.ids, strict=True) if i >= 0} | more | numbering.special_ids,
              "merges": [[spell[a], spell[b]] for a, b in tokenizer.merges], "ignore_merges": numbering.whole_words}
     return {"version": "1.0", "truncation": None, "padding": None, "post_processor": None, "decoder": level,
             "normalizer": {"type": numbering.normalizer} if numbering.normalizer else None,

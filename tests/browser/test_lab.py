@@ -89,7 +89,8 @@ def run_all(page, url, name, seconds):
 
 
 def choose(page, menu, entry):
-    "An entry of JupyterLab's menus."
+    "An entry of JupyterLab's menus; what is open already is closed first."
+    page.keyboard.press("Escape")
     page.get_by_role("menuitem", name=menu, exact=True).first.click()
     page.get_by_text(entry, exact=True).click()
 
