@@ -20,7 +20,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from llmlab.tokenizer import bpe, words
 from llmlab.tokenizer.bpe import BPETokenizer, byte_chars, learn_merges, merge_long, merge_short, naive_encode, naive_merges
-from llmlab.tokenizer.words import ASCII, UNICODE, count_words, split_pattern, splitter
+from llmlab.tokenizer.words import ASCII, PATTERNS, UNICODE, count_words, split_pattern, splitter
 
 fuzz = settings(max_examples=200, deadline=None)
 SPECIALS = ["<|endoftext|>", "<|eot|>", "<|eot|>x", "[PAD]"]
@@ -586,3 +586,13 @@ def test_to_hf_refuses_a_special_spelled_like_a_token(tmp_path):
     tok = BPETokenizer.train(["the the the"], 258, ["he"])
     assert tok.encode("the", allowed_special="all")[1] == tok.special_ids["he"]
     with pytest.raises(ValueError, match="'he'"): tok.to_hf(tmp_path)
+
+
+@pytest.mark.parametrize("pattern", ["gpt2", "gpt4", "gpt4o"])
+def test_encode_batch_equals_encode_on_every_character(pattern):
+    "Engines differ on the newest characters; merges of a letter with the first byte of the next character show every cut."
+    tok = BPETokenizer([(97, b) for b in range(0xC2, 0xF5)], pattern=PATTERNS[pattern])
+    assigned = [c for c in map(chr, range(0x110000)) if unicodedata.category(c) not in ("Cn", "Cs", "Co")]
+    newer = random.Random(0).sample([c for c in map(chr, range(0x110000)) if unicodedata.category(c) == "Cn"], 3000) + ["\u0295", "\u0558"]
+    texts = ["".join(f"a{c}A{c} " for c in cs[i : i + 500]) for cs in (assigned, newer) for i in range(0, len(cs), 500)]
+    assert tok.encode_batch(texts) == [tok.encode(t) for t in texts]
