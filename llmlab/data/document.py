@@ -210,7 +210,7 @@ def _cut_pieces(handle, size: int):
 # %% ../../nbs/data/01_document.ipynb #4e820b21
 def read_pieces(
     path,  # a text file of any size, also packed as .gz
-    size: int = 2**20,  # bytes of a piece, about
+    size: int = 2**16,  # bytes of a piece, about
     errors: str = "replace",  # as in `read_documents`; "drop" leaves out what a piece holds of the line
     report: list | None = None,  # as in `read_documents`
 ) -> Iterator[str]:

@@ -4,18 +4,16 @@
 
 # %% auto #0
 __all__ = ['TEXT_STAGES', 'MODEL_STAGES', 'Report', 'Stage', 'Life', 'versions', 'open_run', 'check_recipe', 'differences',
-           'list_of', 'finished', 'do_stage', 'add_seconds', 'peak_memory_mb', 'sources_stage', 'documents', 'through',
-           'clean_stage', 'dedup_stage', 'tokenizer_stage', 'tokenizer_of', 'end_id', 'encoded', 'bar', 'shards_stage',
-           'shards_of', 'loader_of', 'new_model', 'pretrainer', 'precision_of', 'train', 'train_here',
-           'training_report', 'pretrain_stage', 'save_model', 'open_model', 'held_out_score', 'evaluate_stage',
-           'samples_stage', 'continued', 'show_training', 'show_accounts', 'show_samples']
+           'list_of', 'finished', 'do_stage', 'add_seconds', 'sources_stage', 'documents', 'through', 'clean_stage',
+           'dedup_stage', 'tokenizer_stage', 'tokenizer_of', 'end_id', 'encoded', 'bar', 'shards_stage', 'shards_of',
+           'loader_of', 'new_model', 'pretrainer', 'precision_of', 'train', 'train_here', 'training_report',
+           'pretrain_stage', 'save_model', 'open_model', 'held_out_score', 'evaluate_stage', 'samples_stage',
+           'continued', 'show_training', 'show_accounts', 'show_samples']
 
 # %% ../../nbs/run/02_stages.ipynb #fdfac237
 import fcntl
 import platform
-import re
 import shutil
-import sys
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -32,7 +30,7 @@ from tqdm.auto import tqdm
 # %% ../../nbs/run/02_stages.ipynb #c10496a7
 from ..core.launch import launch
 from ..core.streams import Streams, derive
-from ..core.util import atomic_write, file_hash, load_json, save_json
+from ..core.util import atomic_write, file_hash, load_json, peak_memory_mb, save_json
 from ..data.dedup import exact_dedup, minhash_dedup
 from ..data.document import corpus_hash, read_documents, write_documents
 from ..data.packing import Loader, TokenShards
@@ -201,15 +199,6 @@ def add_seconds(life, stage, seconds):
     path = life.folder / "timing.json"
     spent = load_json(path) if path.exists() else {}
     save_json(spent | {stage: round(spent.get(stage, 0) + seconds, 2), "peak_memory_mb": max(peak_memory_mb(), spent.get("peak_memory_mb", 0))}, path)
-
-# %% ../../nbs/run/02_stages.ipynb #1da3dc20
-def peak_memory_mb() -> int:
-    "Most memory that this process has held, in MiB."
-    import resource
-    status = Path("/proc/self/status")  # on Linux; getrusage there begins with what the parent held
-    if status.exists(): return round(int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1]) / 1024)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return round(peak / 2**20 if sys.platform == "darwin" else peak / 1024)
 
 # %% ../../nbs/run/02_stages.ipynb #0f7206a5
 def sources_stage(life) -> Report:
