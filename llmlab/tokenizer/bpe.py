@@ -107,6 +107,17 @@ def count_pairs(
     places = {p: place[a:b] for p, a, b in zip(names, start.tolist(), ends, strict=True)}
     return defaultdict(int, zip(names, counts, strict=True)), defaultdict(list, places)
 
+# %% ../../nbs/tokenizer/02_bpe.ipynb #9382d257
+def _none(): return [0, []]
+
+
+def _book(counts, places, changes):
+    for old, born, (count, at) in changes:
+        counts[old] -= count
+        counts[born] += count
+        places[born] += at
+    return [born for _, born, _ in changes]
+
 # %% ../../nbs/tokenizer/02_bpe.ipynb #b6d32574
 def fuse(
     pieces: Pieces,  # changed in place
@@ -133,17 +144,6 @@ def fuse(
             found[0] += c; found[1].append(i)
     return _book(counts, places, [(a * SHIFT + left, a * SHIFT + new, f) for a, f in ahead.items()]
                  + [(right * SHIFT + b, new * SHIFT + b, f) for b, f in behind.items()])
-
-
-def _none(): return [0, []]
-
-
-def _book(counts, places, changes):
-    for old, born, (count, at) in changes:
-        counts[old] -= count
-        counts[born] += count
-        places[born] += at
-    return [born for _, born, _ in changes]
 
 # %% ../../nbs/tokenizer/02_bpe.ipynb #c6938bc2
 @contextmanager

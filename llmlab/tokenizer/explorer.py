@@ -128,7 +128,7 @@ def draw_tokens(
     ax.axis("off")
     return cut
 
-
+# %% ../../nbs/tokenizer/08_explorer.ipynb #6ae168f3
 def token_figure(
     tokenizers: dict,  # name -> tokenizer
     text: str,
@@ -165,7 +165,7 @@ def panel(
     cut = f"<p>The first {limit:,} tokens are drawn.</p>" if len(ids) > limit else ""
     return f"<p>{said}</p>{token_html(tokenizer, ids[:limit], show)}{cut}"
 
-
+# %% ../../nbs/tokenizer/08_explorer.ipynb #0d6c2e3a
 def explorer(
     tokenizers: dict,  # name -> tokenizer; the first two are shown at first
     text: str = "",

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MAX_ID', 'ONIGURUMA', 'UNCHANGED', 'BYTE_OF', 'GGUF_PATTERNS', 'ORDINARY', 'CONTROL', 'ADDED', 'UNUSED', 'last_join',
            'naming', 'check_ids', 'numbered', 'read_tiktoken', 'same_in_both', 'pattern_of', 'normalizer_of',
-           'spelled_bytes', 'from_pairs', 'added_ids', 'overlap', 'read_hf', 'read_gpt2', 'read_gguf', 'gguf_fields']
+           'spelled_bytes', 'from_pairs', 'added_ids', 'overlap', 'read_hf', 'read_gpt2', 'gguf_fields', 'read_gguf']
 
 # %% ../../nbs/tokenizer/04_formats.ipynb #8a651869
 import base64
@@ -238,6 +238,18 @@ def read_gpt2(
         return from_pairs(vocab, merges, {s: vocab[s] for s in names}, pattern=pattern)
 
 # %% ../../nbs/tokenizer/04_formats.ipynb #b3877676
+def gguf_fields(
+    path,  # a .gguf file
+):  # name -> value, None if the file does not hold it
+    "What a GGUF file says of its tokenizer; one that is cut is a ValueError."
+    try: from gguf import GGUFReader, GGUFValueType
+    except ImportError: raise ImportError("reading GGUF files needs the package gguf: pip install gguf") from None
+    fields = GGUFReader(path).fields
+    last = [*fields.values()][-1]
+    if last.types[-1] == GGUFValueType.STRING and len(last.parts[-1]) != last.parts[-2][0]: raise ValueError("the file ends in the middle of a string")
+    return lambda name: fields[f"tokenizer.ggml.{name}"].contents() if f"tokenizer.ggml.{name}" in fields else None
+
+# %% ../../nbs/tokenizer/04_formats.ipynb #51d33d26
 GGUF_PATTERNS = {"gpt-2": "gpt2", "smollm": "smollm", "llama-bpe": "llama3", "llama3": "llama3", "qwen2": "qwen2", "gpt-4o": "gpt4o"}
 ORDINARY, CONTROL, ADDED, UNUSED = 1, 3, 4, 5  # token types in GGUF
 
@@ -258,15 +270,3 @@ def read_gguf(
             if token in vocab or token in special: raise ValueError(f"token {token!r} stands there twice")
             if kind != UNUSED: (vocab if kind == ORDINARY else special)[token] = i
         return from_pairs(vocab, [m.split(" ") for m in get("merges")], special, pattern=PATTERNS[GGUF_PATTERNS[pre]], whole_words=pre.startswith("llama"))
-
-
-def gguf_fields(
-    path,  # a .gguf file
-):  # name -> value, None if the file does not hold it
-    "What a GGUF file says of its tokenizer; one that is cut is a ValueError."
-    try: from gguf import GGUFReader, GGUFValueType
-    except ImportError: raise ImportError("reading GGUF files needs the package gguf: pip install gguf") from None
-    fields = GGUFReader(path).fields
-    last = [*fields.values()][-1]
-    if last.types[-1] == GGUFValueType.STRING and len(last.parts[-1]) != last.parts[-2][0]: raise ValueError("the file ends in the middle of a string")
-    return lambda name: fields[f"tokenizer.ggml.{name}"].contents() if f"tokenizer.ggml.{name}" in fields else None

@@ -1,7 +1,8 @@
-"""Byte-level BPE on the standard library's own source: training against tokenizers, encoding against tiktoken."""
+"""Byte-level BPE on the standard library's own source: training against tokenizers and rustbpe, encoding against tiktoken."""
 
 import time
 
+import rustbpe
 from common import compare
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
@@ -18,11 +19,17 @@ def peer_train(texts, vocab_size):
     return peer
 
 
+def rust_train(texts, vocab_size):
+    "rustbpe with the same split pattern; it uses all cores."
+    rustbpe.Tokenizer().train_from_iterator(texts, vocab_size, pattern=split_pattern())
+
+
 def run():
     "Rows for the table of benchmarks: training by the clock on the wall, encoding by CPU time of one thread."
     texts = [d.text for d in stdlib_corpus(kinds=("code", "docstring"))]
-    rows = [compare(f"bpe_train_{v}", "tokenizers", lambda v=v: BPETokenizer.train(texts, v), lambda v=v: peer_train(texts, v),
-                    repeat=5, packages=("tokenizers", "regex")) for v in (4096, 32768)]
+    peers = {"tokenizers": peer_train, "rustbpe": rust_train}
+    rows = [compare(f"bpe_train_{v}", name, lambda v=v: BPETokenizer.train(texts, v), lambda v=v, train=train: train(texts, v),
+                    repeat=5, packages=(name, "regex")) for v in (4096, 32768) for name, train in peers.items()]
     ours = BPETokenizer.train(texts, 32768)
     peer = ours.to_tiktoken()
     tiktoken = lambda: peer.encode_ordinary_batch(texts, num_threads=1)

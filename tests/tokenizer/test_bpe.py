@@ -13,11 +13,13 @@ from importlib.metadata import version
 
 import pytest
 import regex
+import rustbpe
 import tiktoken
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
+from llmlab.data.sources import stdlib_corpus
 from llmlab.tokenizer import bpe, words
 from llmlab.tokenizer.bpe import BPETokenizer, byte_chars, learn_merges, merge_long, merge_short, naive_encode, naive_merges
 from llmlab.tokenizer.words import ASCII, PATTERNS, UNICODE, count_words, split_pattern, splitter
@@ -165,6 +167,16 @@ def test_merges_equal_those_of_tokenizers_when_bytes_are_sorted_alike(n, parity)
     assert len(theirs) == n
     differ = sum(a != b for a, b in zip(ours, theirs, strict=True))
     parity(f"{n} trained merges, bytes in one order", "tokenizer.bpe", "tokenizers", version("tokenizers"), differ, 0)
+
+
+def test_every_token_of_a_large_vocabulary_is_rustbpes(parity):
+    "The same pattern, the same rule for ties: each of 32,768 tokens at its place."
+    texts = [d.text for d in stdlib_corpus(kinds=("code", "docstring"))]
+    ours, peer = BPETokenizer.train(texts, 32768), rustbpe.Tokenizer()
+    peer.train_from_iterator(texts, 32768, pattern=split_pattern())
+    theirs = [bytes(token) for token, _ in sorted(peer.get_mergeable_ranks(), key=lambda ranked: ranked[1])]
+    differ = sum(ours.decode_bytes(i) != token for i, token in zip(range(32768), theirs, strict=True))
+    parity("32,768 tokens learned from the standard library", "tokenizer.bpe", "rustbpe", version("rustbpe"), differ, 0)
 
 
 def test_merges_agree_with_tokenizers_up_to_ties():
