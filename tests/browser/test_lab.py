@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -36,6 +35,7 @@ def lab(root, tmp_path_factory):
         "jupyter",
         "lab",
         "--no-browser",
+        "--LabApp.expose_app_in_browser=True",
         "--ServerApp.port=0",
         "--IdentityProvider.token=",
         "--ServerApp.password=",
@@ -77,67 +77,30 @@ def page(lab, tmp_path):
         browser.close()
 
 
-def run_all(page, url, name, seconds):
-    "Open a notebook, clear what was saved, run every cell, and wait for the last one."
+def run_all(page, url, path, name):
+    "Open a notebook, clear what was saved, run every cell; the cells as JupyterLab saves them."
+    page.set_default_timeout(240_000)
     page.goto(f"{url}lab/tree/{name}?reset")
-    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
-    page.wait_for_selector("[data-status='idle'], .jp-Notebook-ExecutionIndicator[data-status='idle']", timeout=60_000)
-    choose(page, "Edit", "Clear Outputs of All Cells")
-    choose(page, "Run", "Run All Cells")
-    if not wait_idle(page, time.monotonic() + seconds):
-        raise AssertionError(f"{name} was not done after {seconds} s")
-
-
-def choose(page, menu, entry):
-    "An entry of JupyterLab's menus; what is open already is closed first."
-    page.keyboard.press("Escape")
-    page.get_by_role("menuitem", name=menu, exact=True).first.click()
-    page.get_by_text(entry, exact=True).click()
-
-
-def wait_idle(page, end):
-    "Wait until the kernel is idle and no cell waits for it."
-    while time.monotonic() < end:
-        page.wait_for_timeout(1000)
-        status = page.locator(".jp-Notebook-ExecutionIndicator").first.get_attribute("data-status")
-        if status == "idle" and not re.search(r"\[\*\]", page.locator(".jp-NotebookPanel").first.inner_text()):
-            return True
-    return False
-
-
-def saved(page, path):
-    "The notebook's outputs as JupyterLab saves them."
-    before = path.stat().st_mtime_ns
-    page.keyboard.press("Control+s")
-    end = time.monotonic() + 20
-    while path.stat().st_mtime_ns == before and time.monotonic() < end:
-        page.wait_for_timeout(200)
-    page.wait_for_timeout(500)
-    return [c for c in json.loads(Path(path).read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
-
-
-def executed(page, path, seconds):
-    "The saved cells once every one of them has run; on a busy machine a kernel that has just started may drop the first request."
-    end = time.monotonic() + seconds
-    while not all(c["execution_count"] for c in saved(page, path)) and time.monotonic() < end:
-        choose(page, "Run", "Run All Cells")
-        wait_idle(page, end)
-    return saved(page, path)
+    page.wait_for_selector(".jp-Notebook .jp-CodeCell")
+    page.evaluate("async () => { await jupyterapp.restored; await jupyterapp.shell.currentWidget.sessionContext.ready }")
+    page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status='idle']")
+    for command in ("notebook:clear-all-cell-outputs", "notebook:run-all-cells", "docmanager:save"):
+        page.evaluate("c => jupyterapp.commands.execute(c).then(() => null)", command)
+    cells = [c for c in json.loads((path / name).read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+    assert all(c["execution_count"] for c in cells)
+    return cells
 
 
 def test_the_tour_runs_in_the_browser(lab, page):
     url, folder = lab
-    run_all(page, url, "tour.ipynb", 240)
-    cells = executed(page, folder / "tour.ipynb", 240)
-    outputs = [o for c in cells for o in c["outputs"]]
-    assert all(c["execution_count"] for c in cells) and not [o for o in outputs if o["output_type"] == "error"]
+    outputs = [o for c in run_all(page, url, folder, "tour.ipynb") for o in c["outputs"]]
+    assert not [o for o in outputs if o["output_type"] == "error"]
     assert any("image/png" in o.get("data", {}) for o in outputs)
 
 
 def test_the_explorer_draws_what_is_typed(lab, page):
     url, folder = lab
-    run_all(page, url, "tokenizer/08_explorer.ipynb", 240)
-    executed(page, folder / "tokenizer" / "08_explorer.ipynb", 240)
+    run_all(page, url, folder, "tokenizer/08_explorer.ipynb")
     field = page.locator(".jp-OutputArea .widget-textarea textarea").first
     field.scroll_into_view_if_needed()
     for text, drawn in (("<i>zebra</i> quilt", "<i>zebra</i>·quilt"), ("12 é", "12·c3a9")):
