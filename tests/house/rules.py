@@ -24,14 +24,15 @@ def text(cell):
 
 
 def broken_notebooks(folder):
-    "Conflict marks and invalid JSON."
+    "Conflict marks, invalid JSON, and pages that do not name their kernel (JupyterLab would ask for one before it opens them)."
     out = []
     for path in notebooks(folder):
         raw = path.read_text(encoding="utf-8", errors="replace")
         marks = [i for i, line in enumerate(raw.splitlines(), 1) if re.match(r'\s*"?(<{7} |={7}(\\n"?,?)?$|>{7} )', line)]
         out += [f"{path}:{i}: conflict mark; merge the notebook (make hooks), or git checkout one side" for i in marks]
         try:
-            json.loads(raw)
+            if json.loads(raw)["metadata"].get("kernelspec", {}).get("name") != "python3":
+                out.append(f"{path}: its metadata name no kernel python3; give it the kernelspec of another page")
         except json.JSONDecodeError as e:
             if not marks:
                 out.append(f"{path}:{e.lineno}: not valid JSON ({e.msg})")

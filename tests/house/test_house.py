@@ -155,6 +155,13 @@ def test_conflict_marks_are_named(tmp_path, mark, where):
     assert any(c.startswith(f"{path}:{at + 1}: conflict mark") for c in rules.broken_notebooks(tmp_path / "nbs"))
 
 
+def test_a_page_without_a_kernel_is_named(tmp_path):
+    named = {"kernelspec": {"display_name": "python3", "language": "python", "name": "python3"}}
+    page(tmp_path / "nbs" / "a.ipynb", ("code", "1"), **named)
+    bad = page(tmp_path / "nbs" / "b.ipynb", ("code", "1"), jupytext={"main_language": "python"})
+    assert [c.partition(":")[0] for c in rules.broken_notebooks(tmp_path / "nbs")] == [str(bad)]
+
+
 def test_a_broken_notebook_is_named_and_left_alone(tmp_path):
     for name in ("pyproject.toml", "settings.ini"):
         shutil.copy(ROOT / name, tmp_path)
