@@ -895,8 +895,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'llmlab.tokenizer.extend.licence_texts': ( 'tokenizer/extend.html#licence_texts',
                                                                                     'llmlab/tokenizer/extend.py'),
                                          'llmlab.tokenizer.extend.made_of': ('tokenizer/extend.html#made_of', 'llmlab/tokenizer/extend.py'),
-                                         'llmlab.tokenizer.extend.naive_growth': ( 'tokenizer/extend.html#naive_growth',
-                                                                                   'llmlab/tokenizer/extend.py'),
                                          'llmlab.tokenizer.extend.paragraphs': ( 'tokenizer/extend.html#paragraphs',
                                                                                  'llmlab/tokenizer/extend.py'),
                                          'llmlab.tokenizer.extend.token_reader': ( 'tokenizer/extend.html#token_reader',

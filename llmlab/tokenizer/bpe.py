@@ -39,20 +39,22 @@ def replace(
         i += 1 + hit
     return out
 
-# %% ../../nbs/tokenizer/02_bpe.ipynb #d7be8715
+# %% ../../nbs/tokenizer/02_bpe.ipynb #21bc4b90
 def naive_merges(
     words: dict,  # word -> count
     n: int,  # merges to learn
-) -> list:  # of (left id, right id), the i-th of which makes id 256 + i
+    first=str.encode,  # word -> the ids it begins as: its bytes
+    new: int = 256,  # id of the first merge
+) -> list:  # of (left id, right id), the i-th of which makes id new + i
     "Byte-pair training as its definition reads: count every pair again after each merge."
-    pieces, merges = [(list(w.encode()), c) for w, c in words.items()], []
+    pieces, merges = [(list(first(w)), c) for w, c in words.items()], []
     while len(merges) < n:
         counts = Counter()
         for ids, c in pieces:
             for pair in zip(ids, ids[1:], strict=False): counts[pair] += c
         if not counts: break
         best = min(counts, key=lambda pair: (-counts[pair], pair))
-        pieces = [(replace(ids, best, 256 + len(merges)), c) for ids, c in pieces]
+        pieces = [(replace(ids, best, new + len(merges)), c) for ids, c in pieces]
         merges.append(best)
     return merges
 

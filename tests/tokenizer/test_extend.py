@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from llmlab.tokenizer.bpe import BPETokenizer, Numbering, learn_merges, replace
-from llmlab.tokenizer.extend import extend, extend_rows, grown, licence_texts, made_of, naive_growth, token_reader
+from llmlab.tokenizer.bpe import BPETokenizer, Numbering, learn_merges, naive_merges, replace
+from llmlab.tokenizer.extend import extend, extend_rows, grown, licence_texts, made_of, token_reader
 from llmlab.tokenizer.words import Tokenizer as Base
 from llmlab.tokenizer.words import count_words, split_pattern
 
@@ -68,8 +68,8 @@ WORDS = st.dictionaries(st.text("abc", min_size=1, max_size=14) | st.text("aé "
 def test_growth_equals_the_naive_definition(words, before, n):
     old = BPETokenizer(learn_merges(words, before))
     first, new = token_reader(old), 256 + len(old.merges)
-    assert learn_merges(words, n, first=first, new=new) == naive_growth(words, n, first, new)
-    assert [*old.merges, *naive_growth(words, n, first, new)] == learn_merges(words, len(old.merges) + n) or len(old.merges) < before
+    assert learn_merges(words, n, first=first, new=new) == naive_merges(words, n, first, new)
+    assert [*old.merges, *naive_merges(words, n, first, new)] == learn_merges(words, len(old.merges) + n) or len(old.merges) < before
 
 
 def test_on_its_own_text_extending_is_training_on():
