@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from llmlab.core.util import max_diff
-from llmlab.deploy import export
-from llmlab.deploy.export import export_model, llama_name
+from llmlab.deploy.export import export_model
 from llmlab.deploy.quantize import quantize_model
+from llmlab.model import interop
 from llmlab.model.generate import generate
+from llmlab.model.interop import llama_name
 from llmlab.model.transformer import ModelConfig, Transformer
 from llmlab.tokenizer.bpe import BPETokenizer
 from llmlab.tokenizer.chat import CHAT_TOKENS, TEMPLATE, render
@@ -212,11 +213,11 @@ def test_a_failure_at_any_step_leaves_the_older_export(tmp_path, monkeypatch, st
 
     tokenizer, rename = TOKENIZER, os.rename
     if step == "save":
-        monkeypatch.setattr(export.safetensors.torch, "save_file", full)
+        monkeypatch.setattr(interop.safetensors.torch, "save_file", full)
     if step == "tokenizer":
         tokenizer = Broken(TOKENIZER.merges, TOKENIZER.special_tokens, TOKENIZER.pattern)
     if step == "rename":
-        monkeypatch.setattr(export.os, "rename", lambda a, b: full() if str(a).endswith(".tmp") else rename(a, b))
+        monkeypatch.setattr(interop.os, "rename", lambda a, b: full() if str(a).endswith(".tmp") else rename(a, b))
     with pytest.raises(OSError, match="No space"):
         export_model(model_of(norm_eps=1e-3), tokenizer, tmp_path / "m", TEMPLATE)
     assert read(tmp_path / "m") == first and [p.name for p in tmp_path.iterdir()] == ["m"]

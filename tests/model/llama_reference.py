@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import torch
 
-from llmlab.deploy.export import llama_name
+from llmlab.model.interop import llama_name
 
 
 @contextmanager
