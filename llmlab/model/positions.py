@@ -110,7 +110,7 @@ def _llama3(omega, theta, factor, original_max_position_embeddings, low_freq_fac
     keep = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
     return omega / factor * (1 - keep) + omega * keep, 1.0
 
-# %% ../../nbs/model/03_positions.ipynb #b00d1b76
+# %% ../../nbs/model/03_positions.ipynb #20798cbe
 def _check_scaling(kind, values, rule):
     "Refuse keys that the rule does not know or lacks, and numbers that mean nothing."
     keys = list(signature(rule).parameters.values())[2:]  # after omega and theta
@@ -124,7 +124,7 @@ def _check_scaling(kind, values, rule):
         if name != "truncate" and not (isinstance(value, (int, float)) and value and least <= value < math.inf):
             raise ValueError(f"{name} {value!r} must be a finite number, {'1 or more' if least else 'above 0'}")
 
-
+# %% ../../nbs/model/03_positions.ipynb #2662fc1b
 def _scale(omega, theta, scaling):
     "The speeds of a rule given in transformers' spelling, and its attention factor."
     rules = {"default": _default, "linear": _linear, "ntk": _ntk, "yarn": _yarn, "llama3": _llama3}
@@ -171,7 +171,7 @@ def alibi_slopes(
     series = lambda n: [2 ** (-8 * (h + 1) / n) for h in range(n)]
     return torch.tensor(series(whole) + series(2 * whole)[::2][: num_heads - whole], dtype=dtype, device=device)
 
-# %% ../../nbs/model/03_positions.ipynb #ff4d7ea6
+# %% ../../nbs/model/03_positions.ipynb #e17cb5ac
 def alibi_bias(
     positions: Tensor,  # (T,) or (B,T) int64: position of each query
     num_heads: int,  # H
@@ -182,5 +182,5 @@ def alibi_bias(
     "Minus slope times distance, and minus infinity where the query may not look."
     keys = positions if key_positions is None else key_positions
     distance = (positions[..., :, None] - keys[..., None, :]).unsqueeze(-3)  # (...,1,T,S)
-    bias = -alibi_slopes(num_heads, torch.promote_types(dtype, torch.float32), positions.device)[:, None, None] * distance.abs()
+    bias = alibi_slopes(num_heads, torch.promote_types(dtype, torch.float32), positions.device)[:, None, None] * -distance.abs()
     return bias.masked_fill(~(distance >= 0 if mask is None else mask), -torch.inf).to(dtype)
