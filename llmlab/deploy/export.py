@@ -29,23 +29,20 @@ def tokenizer_files(
     defaults = {"eos_token_id": ends, "pad_token_id": tokenizer.special_ids[end], "do_sample": False}
     return {"tokenizer_config.json": config, "special_tokens_map.json": marks, "generation_config.json": defaults | (generation or {})}
 
-# %% ../../nbs/deploy/03_export.ipynb #77488e8f
+# %% ../../nbs/deploy/03_export.ipynb #db67a69b
 def check_tokenizer(
     tokenizer,
-    vocab_size: int,  # of the model
     template: str,  # or None
     end: str,
 ):
-    "Refuse a tokenizer, a template and an end that do not fit each other or the model."
+    "Refuse a tokenizer, a template and an end that do not fit each other."
     if end not in tokenizer.special_ids:
         raise ValueError(f"the tokenizer has no token {end!r} to end {'a turn' if template else 'a text'}; it has {list(tokenizer.special_ids)}: name one with end=")
-    if tokenizer.vocab_size > vocab_size:
-        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary {vocab_size}: they do not belong together")
     if template is None: return
     said = render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], tokenizer, template)
     if tokenizer.special_ids[end] not in said.ids: raise ValueError(f"the template never writes {end!r}: programs would not know where an answer ends; name its token with end=")
 
-# %% ../../nbs/deploy/03_export.ipynb #af1e23f8
+# %% ../../nbs/deploy/03_export.ipynb #7784053b
 def export_model(
     model: Transformer,  # plain: adapters merged, not quantized
     tokenizer,  # has special_ids, vocab_size, encode(text) and to_hf(path)
@@ -57,6 +54,6 @@ def export_model(
     "Write a folder that transformers, and what reads its format, opens as a Llama; a `ValueError` leaves everything as it was."
     model = unwrap(model)
     if end is None: end = "<|end|>" if template else "<|endoftext|>"
-    check_tokenizer(tokenizer, model.config.vocab_size, template, end)
+    check_tokenizer(tokenizer, template, end)
     files = tokenizer_files(tokenizer, model.config.context, template, end, generation)
     return save_pretrained(model, tokenizer, folder, files, tokenizer.special_ids[end])

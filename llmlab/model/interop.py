@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['RENAMES', 'SIZES', 'SILENT', 'FIXED', 'NOTES', 'GGUF_NAMES', 'GGUF_ENDS', 'GGUF_FIELDS', 'FILES', 'MARK',
-           'llama_name', 'llama_config', 'rope_base', 'read_llama_config', 'read_tensors', 'fill', 'from_llama_folder',
-           'unpermute', 'gguf_name', 'gguf_config', 'from_gguf', 'from_pretrained', 'check_plain', 'llama_tensors',
-           'check_target', 'swap', 'save_pretrained']
+           'llama_name', 'llama_config', 'rope_base', 'read_llama_config', 'read_tensors', 'check_tensors', 'fill',
+           'from_llama_folder', 'unpermute', 'gguf_name', 'gguf_config', 'open_gguf', 'from_gguf', 'from_pretrained',
+           'check_plain', 'llama_tensors', 'check_target', 'swap', 'save_pretrained']
 
 # %% ../../nbs/model/10_interop.ipynb #2d35364d
 import os
@@ -78,7 +78,7 @@ def rope_base(
     if len(bases) > 1: raise ValueError(f"two bases of the rotation, {sorted(bases)}: rope_theta and rope_parameters disagree")
     return float(bases.pop())
 
-# %% ../../nbs/model/10_interop.ipynb #b691899d
+# %% ../../nbs/model/10_interop.ipynb #ea09bd89
 def read_llama_config(
     values: dict,  # config.json
 ) -> ModelConfig:
@@ -88,6 +88,7 @@ def read_llama_config(
     known = {*SIZES, *FIXED, *NOTES, "head_dim", "rope_theta", "rope_parameters"}
     odd = [n for n in values if n not in known]
     if odd: raise ValueError(f"unknown entry {odd[0]!r}: {values[odd[0]]!r} may change what is computed; remove it from config.json if it does not")
+    if "model_type" not in values: raise ValueError("config.json says nothing of model_type, so it may be any model's")
     given = SILENT | {"num_key_value_heads": values.get("num_attention_heads")} | {n: v for n, v in values.items() if v is not None}
     lacking = [n for n in SIZES if given.get(n) is None]
     if lacking: raise ValueError(f"config.json says nothing of {lacking[0]}")
@@ -96,53 +97,60 @@ def read_llama_config(
         raise ValueError(f"head_dim is {width}, but hidden_size / num_attention_heads is {config.head_dim}; this model has no other width")
     return config
 
-# %% ../../nbs/model/10_interop.ipynb #c123b71c
+# %% ../../nbs/model/10_interop.ipynb #c49759ce
 def read_tensors(
     folder: Path,
     progress: bool = False,  # show a bar over the files
 ) -> dict:  # name -> tensor
     "All tensors of a folder, from one safetensors file or from those that an index lists."
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    place = load_json(index)["weight_map"] if index.exists() else None
+    place = load_json(index).get("weight_map", {}) if index.exists() else None
     files = sorted({folder / f for f in place.values()}) if place is not None else [single]
     if absent := [f for f in files if not f.is_file()]:
         raise ValueError(f"{absent[0].name} is missing; weights are read from safetensors only, since .bin and .pt files can run code when opened")
     tensors = {}
     for file in tqdm(files, desc="weights", leave=False, disable=not progress):
         try:
-            with safe_open(file, "pt") as f: tensors |= {n: f.get_tensor(n) for n in f.keys() if place is None or place.get(n) == file.name}  # noqa: SIM118
+            with safe_open(file, "pt") as f: tensors |= {n: f.get_tensor(n) for n in f.keys() if (place or {}).get(n, file.name) == file.name}  # noqa: SIM118
         except SafetensorError as e: raise ValueError(f"{file.name} is cut, or no safetensors file: {e}") from None
     if place is not None and (lost := [n for n in place if n not in tensors]): raise ValueError(f"{lost[0]} is not in {place[lost[0]]}, where the index looks for it")
     return tensors
 
-# %% ../../nbs/model/10_interop.ipynb #c2689fb6
+# %% ../../nbs/model/10_interop.ipynb #bc2618c4
+def check_tensors(
+    tensors: dict,  # our name -> tensor
+    wanted: dict,  # our name -> a tensor of the right shape
+    said,  # our name -> the name in the file, for messages
+):
+    "Refuse, by name, what is missing, left over, misshapen, or no floating point numbers."
+    odd = {"missing": wanted.keys() - tensors.keys(), "left over": tensors.keys() - wanted.keys()}
+    odd = [f"weights {why} ({len(names)}): {', '.join(sorted(map(said, names))[:3])}" for why, names in odd.items() if names]
+    if odd: raise ValueError("; ".join(odd))
+    for n, t in tensors.items():
+        if t.shape != wanted[n].shape: raise ValueError(f"{said(n)} has shape {tuple(t.shape)}; the configuration asks for {tuple(wanted[n].shape)}")
+        if not t.is_floating_point(): raise ValueError(f"{said(n)} holds {t.dtype}, not floating point numbers")
+
+# %% ../../nbs/model/10_interop.ipynb #ed8efc6f
 def fill(
     config: ModelConfig,
     tensors: dict,  # our name -> tensor
     dtype: torch.dtype,
     said=llama_name,  # our name -> the name in the file, for messages
 ) -> Transformer:
-    "A model of exactly these weights; one that is missing, left over, misshapen or not finite is a ValueError with its name."
+    "A model of exactly these weights, or a ValueError that names the one that does not fit."
     with torch.device("meta"): model = Transformer(config)
-    wanted, tensors = model.state_dict(), dict(tensors)
-    if config.tie_embeddings:
-        head, table = tensors.pop("head.weight", None), tensors.get("embed_tokens.weight")
-        if head is not None and not (table is not None and torch.equal(head, table)):
-            raise ValueError(f"{said('head.weight')} differs from the embedding, though the configuration ties them: set tie_word_embeddings to false")
-        wanted.pop("head.weight")
-    odd = {"missing": wanted.keys() - tensors.keys(), "left over": tensors.keys() - wanted.keys()}
-    odd = [f"weights {why} ({len(names)}): {', '.join(sorted(map(said, names))[:3])}" for why, names in odd.items() if names]
-    if odd: raise ValueError("; ".join(odd))
+    tensors, table = dict(tensors), tensors.get("embed_tokens.weight")
+    if config.tie_embeddings and table is not None and (head := tensors.setdefault("head.weight", table)) is not table and not torch.equal(head, table):
+        raise ValueError(f"{said('head.weight')} differs from the embedding, though the configuration ties them: set tie_word_embeddings to false")
+    check_tensors(tensors, model.state_dict(), said)
     for n, t in tensors.items():
-        if t.shape != wanted[n].shape: raise ValueError(f"{said(n)} has shape {tuple(t.shape)}; the configuration asks for {tuple(wanted[n].shape)}")
-        if not (t.is_floating_point() and torch.isfinite(t).all()): raise ValueError(f"{said(n)} holds {t.dtype} or numbers that are not finite")
-    own = {n: t.to(dtype) for n, t in tensors.items()}
-    if config.tie_embeddings: own["head.weight"] = own["embed_tokens.weight"]
-    model.load_state_dict(own, assign=True)
+        tensors[n] = t.to(dtype)
+        if not torch.isfinite(tensors[n]).all(): raise ValueError(f"{said(n)} holds NaN or infinity as {dtype}; is the file broken, or that type too narrow?")
+    model.load_state_dict(tensors, assign=True)
     if config.tie_embeddings: model.head.weight = model.embed_tokens.weight
     return model.requires_grad_()
 
-# %% ../../nbs/model/10_interop.ipynb #436116f5
+# %% ../../nbs/model/10_interop.ipynb #73e05f64
 def from_llama_folder(
     folder: Path,  # as transformers writes it
     dtype: torch.dtype,
@@ -150,7 +158,9 @@ def from_llama_folder(
 ) -> Transformer:
     "A Llama from its folder."
     if not (folder / "config.json").is_file(): raise ValueError("no config.json is there: this is no model's folder")
-    config = read_llama_config(load_json(folder / "config.json"))
+    values = load_json(folder / "config.json")
+    if not isinstance(values, dict): raise ValueError(f"config.json holds a {type(values).__name__}, not names and values")
+    config = read_llama_config(values)
     with torch.device("meta"): ours = {llama_name(n): n for n in Transformer(config).state_dict()}
     tensors = {n: t for n, t in read_tensors(folder, progress).items() if not n.endswith("rotary_emb.inv_freq")}
     back = {n: ours.get(n, n) for n in tensors}
@@ -200,26 +210,38 @@ def gguf_config(
     if widths - {config.head_dim}: raise ValueError(f"heads of width {sorted(widths)}; this model has hidden_size / num_heads, {config.head_dim}")
     return config
 
-# %% ../../nbs/model/10_interop.ipynb #7849059b
+# %% ../../nbs/model/10_interop.ipynb #295a3e0b
+def open_gguf(
+    file: Path,  # .gguf
+) -> tuple:  # of dicts by name: values of the fields, tensors as they are stored
+    "What a GGUF file holds."
+    try: from gguf import GGUFReader
+    except ImportError: raise ImportError("reading GGUF files needs the package gguf: pip install gguf") from None
+    try: reader = GGUFReader(file)
+    except (ValueError, IndexError) as e: raise ValueError(f"it is cut, or no GGUF file: {e}") from None
+    return {k: f.contents() for k, f in reader.fields.items()}, {t.name: t for t in reader.tensors}
+
+# %% ../../nbs/model/10_interop.ipynb #c4d6da1b
 def from_gguf(
     file: Path,  # .gguf
     dtype: torch.dtype,
     progress: bool = False,
 ) -> Transformer:
     "A Llama from a GGUF file, its weights expanded from whatever number of bits they have."
-    try: from gguf import GGUFReader, dequantize
-    except ImportError: raise ImportError("reading GGUF files needs the package gguf: pip install gguf") from None
-    try: reader = GGUFReader(file)
-    except (ValueError, IndexError) as e: raise ValueError(f"it is cut, or no GGUF file: {e}") from None
-    held = {t.name: t for t in reader.tensors if t.name != "rope_freqs.weight"}
-    if len(held) < len(reader.tensors): raise ValueError("it scales its rotation by rope_freqs.weight; only the plain rotation is known")
-    config = gguf_config({k: f.contents() for k, f in reader.fields.items()}, "output.weight" not in held)
-    with torch.device("meta"): ours = {gguf_name(n): n for n in Transformer(config).state_dict()}
-    tensors, turned = {}, {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    fields, held = open_gguf(file)
+    from gguf import dequantize
+
+    if "rope_freqs.weight" in held: raise ValueError("it scales its rotation by rope_freqs.weight; only the plain rotation is known")
+    config = gguf_config(fields, "output.weight" not in held)
+    with torch.device("meta"): wanted = Transformer(config).state_dict()
+    ours, tensors = {gguf_name(n): n for n in wanted}, {}
     for n, t in tqdm(held.items(), desc="weights", leave=False, disable=not progress):
-        name, w = ours.get(n, n), torch.from_numpy(dequantize(t.data, t.tensor_type).copy())
-        kind = name.split(".")[-2]
-        tensors[name] = unpermute(w, turned[kind]).to(dtype) if kind in turned else w.to(dtype)
+        try: w, name = torch.from_numpy(dequantize(t.data, t.tensor_type).copy()), ours.get(n, n)
+        except NotImplementedError: raise ValueError(f"{n} is stored as {t.tensor_type.name}, which the package gguf cannot expand") from None
+        if name in wanted and w.shape == wanted[name].shape:  # another shape is named by fill
+            if name.endswith("q_proj.weight"): w = unpermute(w, config.num_heads)
+            if name.endswith("k_proj.weight"): w = unpermute(w, config.num_kv_heads)
+        tensors[name] = w
     return fill(config, tensors, dtype, lambda n: n if n in held else gguf_name(n))
 
 # %% ../../nbs/model/10_interop.ipynb #8544ea00
@@ -291,10 +313,10 @@ def swap(
     fsync_dir(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
-# %% ../../nbs/model/10_interop.ipynb #bf28c43e
+# %% ../../nbs/model/10_interop.ipynb #012b6f76
 def save_pretrained(
     model: Transformer,  # plain: adapters merged, not quantized
-    tokenizer,  # has to_hf(path); or None
+    tokenizer,  # has vocab_size and to_hf(path); or None
     path,  # the folder to become
     files: dict = None,  # more JSON files: name -> content
     eos_id: int = None,  # of the token that ends an answer or a text
@@ -302,6 +324,8 @@ def save_pretrained(
     "Write a folder that transformers, and what reads its format, opens as a Llama; an error leaves everything as it was."
     folder = Path(os.path.realpath(path))
     check_target(folder)
+    if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary {model.config.vocab_size}: they do not belong together")
     tensors, files = llama_tensors(model), {"config.json": llama_config(model, eos_id) | MARK, **(files or {})}
     new = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
     new.mkdir(parents=True)

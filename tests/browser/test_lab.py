@@ -76,15 +76,22 @@ def page(lab, tmp_path):
         browser.close()
 
 
+def within(page, promise, seconds=240):
+    "Wait for a promise; one that a dialog keeps open is an error that shows the dialog."
+    late = f"new Promise(done => setTimeout(() => done('late'), {1000 * seconds}))"
+    said = page.evaluate(f"() => Promise.race([{promise}.then(() => 'done'), {late}])")
+    assert said == "done", f"{promise} is not done after {seconds} s; dialogs: {page.locator('dialog').all_inner_texts()}"
+
+
 def run_all(page, url, path, name):
     "Open a notebook, clear what was saved, run every cell; the cells as JupyterLab saves them."
     page.set_default_timeout(240_000)
     page.goto(f"{url}lab/tree/{name}?reset")
     page.wait_for_selector(".jp-Notebook .jp-CodeCell")
-    page.evaluate("async () => { await jupyterapp.restored; await jupyterapp.shell.currentWidget.sessionContext.ready }")
+    within(page, "jupyterapp.restored.then(() => jupyterapp.shell.currentWidget.sessionContext.ready)")
     page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status='idle']")
     for command in ("notebook:clear-all-cell-outputs", "notebook:run-all-cells", "docmanager:save"):
-        page.evaluate("c => jupyterapp.commands.execute(c).then(() => null)", command)
+        within(page, f"jupyterapp.commands.execute('{command}')")
     cells = [c for c in json.loads((path / name).read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
     failed = ["".join(o["traceback"]) for c in cells for o in c["outputs"] if o["output_type"] == "error"]
     assert not failed and all(c["execution_count"] for c in cells), failed

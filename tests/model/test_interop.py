@@ -230,9 +230,10 @@ def test_a_silent_configuration_means_what_transformers_assumes(tmp_path):
         (lambda t: t.pop("model.norm.weight"), "weights missing .1.: model.norm.weight"),
         (lambda t: t.update({"model.extra.weight": torch.ones(2)}), "weights left over .1.: model.extra.weight"),
         (lambda t: t.update({"model.norm.weight": torch.ones(31)}), r"model.norm.weight has shape \(31,\)"),
+        (lambda t: t["model.embed_tokens.weight"][3].fill_(torch.nan), "embed_tokens.weight holds NaN or infinity as torch.float32"),
         (
             lambda t: t["model.layers.1.mlp.up_proj.weight"].fill_(torch.nan),
-            "up_proj.weight holds torch.float32 or numbers that are not finite",
+            "up_proj.weight holds NaN or infinity as torch.float32",
         ),
         (lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}), "model.norm.weight holds torch.int8"),
         (lambda t: t.update({"lm_head.weight": torch.ones(61, 32)}), "lm_head.weight differs from the embedding"),
@@ -244,6 +245,48 @@ def test_weights_that_do_not_fit_are_named(folder, spoil, match):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=match):
         from_pretrained(folder)
+
+
+def test_a_type_too_narrow_for_the_weights_is_refused(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"].fill_(1e5)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert from_pretrained(folder, torch.bfloat16).norm.weight[0] > 9e4
+    with pytest.raises(ValueError, match="model.norm.weight holds NaN or infinity as torch.float16"):
+        from_pretrained(folder, torch.float16)
+
+
+def test_an_index_that_hides_a_tensor_is_refused(tmp_path):
+    their_folder(tmp_path, shards="10KB")
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    shard = tmp_path / index["weight_map"]["model.norm.weight"]
+    save_file(load_file(shard) | {"model.norm.bias": torch.ones(32)}, shard, {"format": "pt"})
+    with pytest.raises(ValueError, match="weights left over .1.: model.norm.bias"):
+        from_pretrained(tmp_path)
+    moved = {"model.norm.weight": index["weight_map"]["model.embed_tokens.weight"]}
+    path.write_text(json.dumps({"weight_map": index["weight_map"] | moved}))
+    with pytest.raises(ValueError, match="model.norm.weight is not in"):
+        from_pretrained(tmp_path)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="weights missing .21.: lm_head.weight"):
+        from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("text, match", [("[]", "holds a list"), ("{}", "nothing of model_type"), ("{", "config.json")])
+def test_a_config_that_is_none_is_refused(folder, text, match):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=match):
+        from_pretrained(folder)
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(tmp_path):
+    class Large:
+        vocab_size = 62
+
+    with pytest.raises(ValueError, match="62 tokens, the model's vocabulary 61"):
+        save_pretrained(of_shape(), Large(), tmp_path / "m")
+    assert not list(tmp_path.iterdir())
 
 
 def test_copies_that_agree_are_welcome(folder):
@@ -305,7 +348,7 @@ def write_gguf(path, model, kind="F32", skip=(), **fields):
         data, raw = w.detach().numpy(), None
         if w.ndim > 1 and kind != GGMLQuantizationType.F32:
             data, raw = quantize(data, kind), kind
-        out.add_tensor(gguf_name(n), data, raw_dtype=raw)
+        out.add_tensor({"strange": n, "rope_freqs": "rope_freqs.weight"}.get(n) or gguf_name(n), data, raw_dtype=raw)
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
@@ -344,6 +387,27 @@ def test_gguf_in_few_bits_is_near(tmp_path, kind, tolerance):
 def test_gguf_that_computes_something_else_is_refused(tmp_path, fields, match):
     with pytest.raises(ValueError, match=match):
         from_pretrained(write_gguf(tmp_path / "m.gguf", of_shape(), **fields), progress=False)
+
+
+def test_gguf_weights_that_do_not_fit_are_named(tmp_path):
+    for part in ("q_proj", "k_proj"):
+        model = of_shape()
+        getattr(model.blocks[0].attention, part).weight = torch.nn.Parameter(torch.ones(8, 32))
+        with pytest.raises(ValueError, match=r"blk.0.attn_[qk].weight has shape \(8, 32\)"):
+            from_pretrained(write_gguf(tmp_path / f"{part}.gguf", model), progress=False)
+    for name, match in (("strange", "weights left over .1.: strange"), ("rope_freqs", "scales its rotation by rope_freqs.weight")):
+        model = of_shape()
+        model.register_parameter(name, torch.nn.Parameter(torch.ones(3)))
+        with pytest.raises(ValueError, match=match):
+            from_pretrained(write_gguf(tmp_path / f"{name}.gguf", model), progress=False)
+
+
+def test_a_cut_gguf_is_refused_wherever_it_is_cut(tmp_path):
+    whole = write_gguf(tmp_path / "m.gguf", of_shape()).read_bytes()
+    for n in [0, 3, 8, 20, 100, 300, 700, 1100, *range(1500, len(whole), 3001), len(whole) - 1]:
+        (tmp_path / "cut.gguf").write_bytes(whole[:n])
+        with pytest.raises(ValueError, match="cut.gguf: "):
+            from_pretrained(tmp_path / "cut.gguf", progress=False)
 
 
 @given(heads=st.integers(1, 5), width=st.sampled_from([2, 4, 10]), columns=st.integers(1, 4))
